@@ -1,0 +1,150 @@
+"""The types that travel through one call, and the numbers that no backend may change.
+
+`Problem`, `Device` and `Plan` are integers and strings: everything that decides can be tested
+without a GPU. `Args` holds the tensors, validated and in one orientation. All are NamedTuples:
+building one costs half a microsecond, a frozen dataclass several.
+"""
+
+from enum import Enum
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+CHUNK = 16
+"""Tokens over which a gate bounded by -5 a token stays inside fp32's and bf16's range (80 nats)."""
+
+HEAD_DIM = 128
+"""K = V = D, the only head dimension."""
+
+MIN_LOWER_BOUND = -5.0
+"""The strongest promised gate bound: CHUNK * 5 = 80 nats, and exp(88.7) is the end of fp32."""
+
+LOG2_E = 1.4426950408889634
+
+
+class Gate(Enum):
+    """Which log decay a [nats a token] the call asks for (README, E2)."""
+
+    BOUNDED = "bounded"  # lower_bound * sigmoid(exp(A_log) * (g + dt_bias)), in the kernel
+    SOFTPLUS = "softplus"  # -exp(A_log) * softplus(g + dt_bias), in the kernel, unbounded
+    GIVEN_BOUNDED = "given_bounded"  # a = g, clamped to [lower_bound, 0]
+    GIVEN = "given"  # a = g, unbounded
+
+
+class Feature(Enum):
+    """What a call may need and a backend may lack. The value reads on from "it does not support"."""
+
+    GATE_BOUNDED = "the in-kernel gate with lower_bound"
+    GATE_SOFTPLUS = "the unbounded softplus gate (no lower_bound)"
+    GATE_GIVEN_BOUNDED = "a computed gate with lower_bound"
+    GATE_GIVEN = "a computed gate without lower_bound"
+    GROUPED_VALUES = "grouped values (HV > H)"
+    PACKED = "packed sequences (cu_seqlens)"
+
+
+class NotSplittableError(ValueError):
+    """`use_intracard_cp=True` on a call that cannot be split into segments."""
+
+
+class BackendError(NotImplementedError):
+    """No backend, or not the one asked for, can run the call; the message has every reason."""
+
+
+class Problem(NamedTuple):
+    """One call as integers."""
+
+    B: int  # batch of q; 1 when packed
+    T: int  # tokens per batch row; all tokens when packed
+    H: int  # query/key heads
+    HV: int  # value heads, a multiple of H
+    N: int  # sequences
+    packed: bool
+    seq_lens: tuple[int, ...] | None  # [N], None where only the device knows them
+    features: frozenset[Feature]
+    use_intracard_cp: bool | Literal["auto"] = "auto"
+
+
+class Device(NamedTuple):
+    """The facts of one device that a probe or a plan may use."""
+
+    type: str  # "cuda", "cpu", ...
+    index: int
+    name: str
+    capability: tuple[int, int]  # (0, 0) off CUDA
+    sms: int  # streaming multiprocessors; CPU threads off CUDA
+
+
+class Offer(NamedTuple):
+    """What one backend can do on one device: FEATURES, or the reason why it cannot run at all."""
+
+    backend: str
+    features: frozenset[Feature]
+    reason: str | None
+
+
+class Variant(NamedTuple):
+    """One compiled shape of the two stages."""
+
+    chunks_per_step: int  # tokens of a step = CHUNK * chunks_per_step
+    v_block: int  # value rows of one recurrence program; HEAD_DIM / v_block of them share a head
+    prepare_warps: int = 0  # 0: a backend without warps
+    recurrence_warps: int = 0
+    recurrence_stages: int = 0
+
+    @property
+    def step(self) -> int:
+        """Tokens a step."""
+        return CHUNK * self.chunks_per_step
+
+
+class Plan(NamedTuple):
+    """What will run. `kda.explain` returns it; launchers take grids and sizes from it."""
+
+    backend: str
+    reason: str
+    rejected: tuple[tuple[str, str], ...]  # (backend, why not), in the order of preference
+    variant: Variant
+    H: int
+    HV: int
+    N: int
+    tiles: int  # steps of workspace per value head; an upper bound when packed
+    max_steps: int  # steps of the longest sequence; an upper bound without host-known lengths
+    segments: int  # 1 = serial
+    workspace_bytes: int
+
+    @property
+    def step(self) -> int:
+        """Tokens a step."""
+        return self.variant.step
+
+    @property
+    def v_splits(self) -> int:
+        """Recurrence programs that share one head's value rows."""
+        return HEAD_DIM // self.variant.v_block
+
+
+class Args(NamedTuple):
+    """The call's tensors and flags, validated. K = V = 128. States are [N, HV, V, K] views
+    whatever `state_v_first` says, so that no backend knows two orientations. `out` and
+    `final_state` are None until `workspace.allocate_outputs` makes what the caller did not give."""
+
+    q: "Tensor"  # [B, T, H, K] bf16
+    k: "Tensor"  # [B, T, H, K] bf16
+    v: "Tensor"  # [B, T, HV, V] bf16
+    g: "Tensor"  # [B, T, HV, K] bf16 | fp32
+    beta: "Tensor"  # [B, T, HV] bf16 | fp32
+    A_log: "Tensor | None"  # [HV] fp32
+    dt_bias: "Tensor | None"  # [HV, K] fp32, contiguous
+    gate: Gate
+    lower_bound: float  # nats a token; 0.0 where the gate has no bound
+    scale: float
+    use_qk_l2norm_in_kernel: bool
+    use_beta_sigmoid_in_kernel: bool
+    allow_neg_eigval: bool
+    cu_seqlens: "Tensor | None"  # [N + 1] int32 | int64 on q's device
+    initial_state: "Tensor | None"  # [N, HV, V, K] fp32 | bf16
+    final_state: "Tensor | None"  # [N, HV, V, K] fp32 | bf16
+    final_state_dtype: "dtype | None"  # None: no final state is asked for
+    state_v_first: bool  # the caller's orientation, for allocation only
+    out: "Tensor | None"  # [B, T, HV, V] bf16

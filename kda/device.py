@@ -1,0 +1,39 @@
+"""The only file that asks torch about a device."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from kda.contract import Device
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+
+@lru_cache(maxsize=64)
+def facts(device: torch.device) -> Device:
+    """The planner's view of `device`, which must carry its index where it has one."""
+    if device.type == "cuda":
+        p = torch.cuda.get_device_properties(device)
+        return Device(
+            "cuda", device.index, p.name, (p.major, p.minor), int(p.multi_processor_count)
+        )
+    return Device(device.type, device.index or 0, device.type, (0, 0), torch.get_num_threads())
+
+
+def default() -> Device:
+    """The device that a call without tensors is planned for: the current GPU, else the CPU."""
+    if torch.cuda.is_available():
+        return facts(torch.device("cuda", torch.cuda.current_device()))
+    return facts(torch.device("cpu"))
+
+
+def guard(device: torch.device) -> AbstractContextManager[object]:
+    """Makes `device` current while kernels are launched, and restores the caller's."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)

@@ -1,0 +1,74 @@
+"""Problem x offers -> Plan. Pure: integers in, integers and reasons out, no torch."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from kda import tuning, varlen, workspace
+from kda.contract import BackendError, NotSplittableError, Offer, Plan, Problem
+
+
+def rejection(offer: Offer, problem: Problem) -> str | None:
+    """Why `offer` cannot run `problem`, or None."""
+    if offer.reason is not None:
+        return offer.reason
+    missing = sorted(f.value for f in problem.features - offer.features)
+    return f"it does not support {', '.join(missing)}" if missing else None
+
+
+def choose(problem: Problem, offers: tuple[Offer, ...]) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """The first offer that can run the call, and each earlier one's reason; BackendError if none."""
+    rejected = []
+    for offer in offers:
+        why = rejection(offer, problem)
+        if why is None:
+            return offer.backend, tuple(rejected)
+        rejected.append((offer.backend, why))
+    reasons = "; ".join(f"{name}: {why}" for name, why in rejected)
+    if len(offers) == 1:
+        raise BackendError(f"backend {rejected[0][0]!r} cannot run this call: {rejected[0][1]}")
+    raise BackendError(
+        f"no backend can run this call ({reasons}). "
+        'backend="torch" runs anywhere, many times slower than a kernel; it must be asked for'
+    )
+
+
+@lru_cache(maxsize=256)
+def plan(problem: Problem, offers: tuple[Offer, ...]) -> Plan:
+    """Chooses backend, variant and sizes for one call.
+
+    `offers` are the candidates in order of preference (`registry.offers`). Raises BackendError when
+    none can run the call, NotSplittableError when `use_intracard_cp=True`.
+    """
+    if problem.use_intracard_cp is True:
+        raise NotSplittableError(
+            "use_intracard_cp=True, but this version runs every sequence serially; "
+            'use "auto" or False'
+        )
+    backend, rejected = choose(problem, offers)
+    B, T, HV, N = problem.B, problem.T, problem.HV, problem.N
+    mean_len = B * T // N
+    rule = next(
+        r
+        for r in tuning.RULES[backend]
+        if N * HV >= r.min_programs and mean_len >= r.min_mean_len
+    )
+    step = rule.variant.step
+    tiles = varlen.tile_count(B, T, N, problem.packed, step) if T else 0
+    reason = (
+        f"{backend}: {step} tokens a step, {rule.variant.v_block} value rows a program, for "
+        f"{N} x {HV} recurrences of {mean_len} tokens on average ({rule.source}); serial"
+    )
+    return Plan(
+        backend=backend,
+        reason=reason,
+        rejected=rejected,
+        variant=rule.variant,
+        H=problem.H,
+        HV=HV,
+        N=N,
+        tiles=tiles,
+        max_steps=varlen.max_steps(T, problem.seq_lens, step),
+        segments=1,
+        workspace_bytes=workspace.size(tiles, HV, step),
+    )

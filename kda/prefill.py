@@ -1,0 +1,165 @@
+"""The public call: validate once, plan, allocate, launch."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, Literal
+
+from kda import check, device, planner, registry, workspace
+from kda.contract import Offer, Plan, Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = True,
+    use_gate_in_kernel: bool = True,
+    use_beta_sigmoid_in_kernel: bool = True,
+    allow_neg_eigval: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    final_state: Tensor | None = None,
+    state_v_first: bool = True,
+    out: Tensor | None = None,
+    use_intracard_cp: bool | Literal["auto"] = "auto",
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Kimi Delta Attention over whole prompts, forward only (README, E1 to E4).
+
+    Per value head h with key head h // (HV / H), K = V = 128:
+
+        S <- S * exp(a_t);  S <- S + beta_t (v_t - S k_t) k_t^T;  o_t = scale * S q_t
+
+    Source of the formula: the Kimi Linear report (arXiv 2510.26692) and FLA's `naive_recurrent_kda`.
+
+    Args:
+        q, k: [B, T, H, 128] bf16.
+        v: [B, T, HV, 128] bf16; HV is a multiple of H.
+        g: [B, T, HV, 128] bf16 or fp32; the raw gate, or the log decay a itself in nats a token
+            (`use_gate_in_kernel=False`).
+        beta: [B, T, HV] bf16 or fp32; logits, or beta itself in [0, 2]
+            (`use_beta_sigmoid_in_kernel=False`). Any strides.
+        A_log: [HV] fp32. dt_bias: [HV, 128] or [HV * 128] fp32. In-kernel gate only; A_log may be
+            None (factor 1) with a lower_bound, and is required without one.
+        lower_bound: in [-5, 0), nats a token. With it a = lower_bound * sigmoid(exp(A_log) *
+            (g + dt_bias)); without it a = -exp(A_log) * softplus(g + dt_bias). With
+            `use_gate_in_kernel=False` it is the caller's promise, and g is clamped to
+            [lower_bound, 0].
+        scale: factor of q; 128 ** -0.5 unless given.
+        use_qk_l2norm_in_kernel: q and k are normalised, x * rsqrt(sum(x^2) + 1e-6). If False the
+            caller promises |k| <= 1.
+        allow_neg_eigval: beta = 2 sigmoid(b); needs the in-kernel sigmoid.
+        cu_seqlens: [N + 1] int32 or int64 on q's device, first 0: packed sequences, B = 1. Never
+            read by the host if it is on a GPU. Offsets that go backwards give an empty sequence;
+            rows at and past the last offset come back as zeros.
+        cu_seqlens_cpu: the same offsets on the CPU, for a better plan.
+        initial_state: [N, HV, V, K] fp32 or bf16 (N = B if dense), [N, HV, K, V] if
+            `state_v_first=False`. None is zero.
+        output_final_state: return the state after the last token, in initial_state's dtype or fp32.
+        final_state: buffer for it, fp32 or bf16, written and returned. It may be the very tensor
+            given as initial_state; any other overlap is an error.
+        out: [B, T, HV, 128] bf16 buffer for o, written and returned.
+        use_intracard_cp: split long sequences into segments that run in parallel on one GPU.
+        backend: "auto" ("cute", then "triton", for CUDA tensors; "torch" for CPU tensors), or one
+            of them, which then never falls back.
+
+    q, k, v, g and out may be strided: last stride 1, base address and other strides multiples of
+    16 bytes. No input is copied, cast or written.
+
+    Returns:
+        (o [B, T, HV, 128] bf16, final state or None).
+
+    Raises:
+        TypeError, ValueError: a wrong argument, named with what was expected and what came.
+        kda.NotSplittableError (a ValueError): `use_intracard_cp=True` on what cannot be split.
+        NotImplementedError: a gradient is required.
+        kda.BackendError (a NotImplementedError): no backend can run the call; has every reason.
+    """
+    args, problem = check.to_problem(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        lower_bound=lower_bound,
+        scale=scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        final_state=final_state,
+        state_v_first=state_v_first,
+        out=out,
+        use_intracard_cp=use_intracard_cp,
+    )
+    plan = planner.plan(problem, registry.offers(backend, device.facts(q.device)))
+    registry.report(plan)
+    with device.guard(q.device):
+        args = workspace.allocate_outputs(args)
+        if plan.tiles:
+            registry.load(plan.backend).launch(args, plan, workspace.carve(plan, q))
+        else:
+            workspace.carry_state(args)
+    if final_state is None and args.final_state is not None:
+        final_state = args.final_state if state_v_first else args.final_state.mT
+    return args.out, final_state
+
+
+def explain(*args: Any, **kwargs: Any) -> Plan:
+    """The plan of `prefill` with the same arguments: backend, variant, sizes and reasons.
+
+    Validates as `prefill` does and raises as it does; launches and allocates nothing.
+    """
+    call = inspect.signature(prefill).bind(*args, **kwargs)
+    call.apply_defaults()
+    backend = call.arguments.pop("backend")
+    _, problem = check.to_problem(*call.args, **call.kwargs)
+    q = call.arguments["q"]
+    return planner.plan(problem, registry.offers(backend, device.facts(q.device)))
+
+
+def backends() -> tuple[Offer, ...]:
+    """Every backend with its features on the current GPU, or on the CPU where there is none, and
+    the reason why it cannot run there (None: it can)."""
+    here = device.default()
+    return tuple(registry.offer(name, here) for name in registry.BACKENDS)
+
+
+def workspace_size(
+    T: int,
+    HV: int,
+    *,
+    H: int | None = None,
+    B: int = 1,
+    N: int | None = None,
+    backend: str = "auto",
+) -> int:
+    """Bytes that a call on the current device allocates besides its outputs.
+
+    Args:
+        T: tokens per batch row, or all tokens of a packed call.
+        HV, H: value heads and query/key heads (H = HV unless given).
+        B: batch of a dense call.
+        N: sequences of a packed call; their lengths do not matter. None: dense.
+        backend: as in `prefill`.
+    """
+    problem = Problem(B, T, H or HV, HV, N or B, N is not None, None, frozenset())
+    return planner.plan(problem, registry.offers(backend, device.default())).workspace_bytes

@@ -1,0 +1,80 @@
+"""Which backends exist, whether they can run here, and why not. Their modules load on first use."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from functools import lru_cache
+from typing import TYPE_CHECKING, Protocol
+
+from kda.contract import Device, Offer, Plan
+
+if TYPE_CHECKING:
+    from kda.contract import Args
+    from kda.workspace import Workspace
+
+log = logging.getLogger("kda")
+
+# The package that declares FEATURES and available(), and the module that launches. Importing the
+# first must never import triton or cutlass.
+BACKENDS = {
+    "cute": ("kernels_cute", "kernels_cute.launch"),
+    "triton": ("kernels_triton", "kernels_triton.launch"),
+    "torch": ("kda.portable", "kda.portable"),
+}
+
+# Who may take an "auto" call, in order. "torch" is no fallback for a GPU: slow paths are asked for.
+AUTO = {"cuda": ("cute", "triton"), "cpu": ("torch",)}
+
+
+class Backend(Protocol):
+    """A launcher module: it validates nothing, chooses nothing and allocates nothing."""
+
+    def prepare(self, args: Args, plan: Plan, ws: Workspace) -> None: ...
+    def recurrence(self, args: Args, plan: Plan, ws: Workspace) -> None: ...
+    def launch(self, args: Args, plan: Plan, ws: Workspace) -> None: ...
+
+
+@lru_cache(maxsize=64)
+def offer(backend: str, device: Device) -> Offer:
+    """What `backend` can do on `device`. Cached: a probe may import the backend's package."""
+    declared = importlib.import_module(BACKENDS[backend][0])
+    return Offer(backend, declared.FEATURES, declared.available(device))
+
+
+def import_failure(package: str) -> str | None:
+    """Why `package` cannot be imported, or None. Broken installs raise more than ImportError."""
+    try:
+        importlib.import_module(package)
+    except (ImportError, AttributeError, OSError, RuntimeError, TypeError, ValueError) as e:
+        return f"importing {package} failed: {type(e).__name__}: {e}"
+    return None
+
+
+def offers(backend: str, device: Device) -> tuple[Offer, ...]:
+    """The candidates for a call in order of preference. KDA_BACKEND replaces "auto" only."""
+    if backend == "auto":
+        backend = os.environ.get("KDA_BACKEND", "") or "auto"
+    if backend == "auto":
+        return tuple(offer(name, device) for name in AUTO.get(device.type, ()))
+    if backend not in BACKENDS:
+        known = ", ".join(repr(name) for name in ("auto", *BACKENDS))
+        raise ValueError(f"backend must be one of {known}, got {backend!r}")
+    return (offer(backend, device),)
+
+
+def load(backend: str) -> Backend:
+    """The launcher module of a backend that a plan chose."""
+    return importlib.import_module(BACKENDS[backend][1])  # type: ignore[return-value]
+
+
+_reported: set[tuple[str, str]] = set()
+
+
+def report(plan: Plan) -> None:
+    """Logs each backend's first choice and each new rejection once, at INFO."""
+    for event in (*plan.rejected, (plan.backend, "chosen")):
+        if event not in _reported:
+            _reported.add(event)
+            log.info("backend %s: %s", *event)

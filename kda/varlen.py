@@ -1,0 +1,47 @@
+"""Sequence lengths to steps and workspace tiles: on the host for the plan, on the device for kernels.
+
+A step covers C tokens of one sequence and owns one workspace tile per value head. Step i of
+sequence n lives at tile floor(bos_n / C) + n + i: unique, because a sequence of length len takes
+ceil(len / C) <= floor((bos + len) / C) - floor(bos / C) + 1 tiles, and below ceil(T / C) + N. No
+prefix sum, no table, no host read of the offsets. Sequence number N is virtual: the rows at and
+past the last offset, which come back as zeros.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def tile_count(B: int, T: int, N: int, packed: bool, step: int) -> int:
+    """Tiles per value head that hold any division of the call's tokens into its sequences."""
+    return ceil_div(T, step) + N if packed else B * ceil_div(T, step)
+
+
+def max_steps(T: int, seq_lens: Sequence[int] | None, step: int) -> int:
+    """Steps of the longest sequence; of the longest possible one where no length is known."""
+    return ceil_div(max(seq_lens) if seq_lens is not None else T, step)
+
+
+def sequence_bounds(cu_seqlens: Tensor, T: int) -> tuple[Tensor, Tensor]:
+    """First token and length of each sequence, int64 [N], clamped so that no offset reads outside.
+
+    Offsets that go backwards give an empty sequence.
+    """
+    offsets = cu_seqlens.long().clamp(0, T)
+    return offsets[:-1], (offsets[1:] - offsets[:-1]).clamp(min=0)
+
+
+def first_tiles(bos: Tensor, step: int) -> Tensor:
+    """The workspace tile of each sequence's step 0, int64 [N]."""
+    import torch
+
+    return bos // step + torch.arange(bos.numel(), device=bos.device)

@@ -1,0 +1,105 @@
+"""The region table: what prepare writes and the recurrence reads, once for every backend.
+
+Per tile (one step of C tokens of one sequence) and value head, with E5 and E6 of the README.
+C = 16 takes 832 bytes a padded token and head, C = 64 takes 904.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from kda.contract import HEAD_DIM, Args, Plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ALIGNMENT = 256  # bytes; TMA needs 128
+
+
+class Region(NamedTuple):
+    name: str
+    dims: tuple[str, ...]  # per tile and head: "C" tokens of a step, "D" channels
+    dtype: torch.dtype
+
+
+REGIONS = (
+    Region("nkd", ("C", "D"), torch.bfloat16),  # -k exp(G)
+    Region("qd", ("C", "D"), torch.bfloat16),  # scale q exp(G)
+    Region("kr", ("C", "D"), torch.bfloat16),  # A^T (k exp(G_C - G))
+    Region("m", ("C", "C"), torch.bfloat16),  # M A
+    Region("gamma", ("D",), torch.float32),  # exp(G_C)
+)
+
+
+class Workspace(NamedTuple):
+    """Views of one buffer."""
+
+    nkd: Tensor  # [tiles, HV, C, K] bf16
+    qd: Tensor  # [tiles, HV, C, K] bf16
+    kr: Tensor  # [tiles, HV, C, K] bf16
+    m: Tensor  # [tiles, HV, C, C] bf16
+    gamma: Tensor  # [tiles, HV, K] fp32
+
+
+class Placed(NamedTuple):
+    region: Region
+    shape: tuple[int, ...]
+    start: int  # bytes
+    nbytes: int
+
+
+def place(tiles: int, HV: int, step: int) -> tuple[Placed, ...]:
+    """Where each region lies in the buffer."""
+    sizes = {"C": step, "D": HEAD_DIM}
+    placed, start = [], 0
+    for region in REGIONS:
+        shape = (tiles, HV, *(sizes[d] for d in region.dims))
+        nbytes = region.dtype.itemsize
+        for n in shape:
+            nbytes *= n
+        placed.append(Placed(region, shape, start, nbytes))
+        start += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return tuple(placed)
+
+
+def size(tiles: int, HV: int, step: int) -> int:
+    """Bytes of the buffer."""
+    last = place(tiles, HV, step)[-1]
+    return last.start + -(-last.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def carve(plan: Plan, like: Tensor) -> Workspace:
+    """One uninitialised buffer on `like`'s device and current stream, and its named views."""
+    buffer = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=like.device)
+    return Workspace(
+        *(
+            buffer[p.start : p.start + p.nbytes].view(p.region.dtype).view(p.shape)
+            for p in place(plan.tiles, plan.HV, plan.step)
+        )
+    )
+
+
+def allocate_outputs(args: Args) -> Args:
+    """`args` with the output tensors that the caller did not bring."""
+    out, state = args.out, args.final_state
+    if out is None:
+        out = torch.empty(args.v.shape, dtype=args.v.dtype, device=args.v.device)
+    if state is None and args.final_state_dtype is not None:
+        B, _, HV, D = args.v.shape
+        N = B if args.cu_seqlens is None else args.cu_seqlens.numel() - 1
+        state = torch.empty(N, HV, D, D, dtype=args.final_state_dtype, device=args.v.device)
+        if not args.state_v_first:
+            state = state.mT
+    return args._replace(out=out, final_state=state)
+
+
+def carry_state(args: Args) -> None:
+    """The whole job of a call without tokens: final = initial, or zeros."""
+    if args.final_state is None:
+        return
+    if args.initial_state is None:
+        args.final_state.zero_()
+    elif args.final_state.data_ptr() != args.initial_state.data_ptr():
+        args.final_state.copy_(args.initial_state)
