@@ -1,0 +1,225 @@
+"""Prepare: one step of C tokens of one value head per program (README, E1 to E6).
+
+Decays are anchored per pair of chunks, at the end of the pair's first chunk: with a bounded gate
+both exp(G - anchor) and exp(anchor - G) stay inside e^+-80, and one product serves both chunks.
+What leaves a pair is rescaled by factors <= 1, one chunk at a time, so that no intermediate
+underflows before the result does.
+"""
+
+import triton
+import triton.language as tl
+
+from kernels_triton.ops import (
+    aligned,
+    dot,
+    exp2,
+    first_tile,
+    reciprocal,
+    sequence_bounds,
+    sequence_of_tile,
+)
+
+CHUNK = tl.constexpr(16)
+D = tl.constexpr(128)
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def product(a, b, SPLIT: tl.constexpr, INTERPRET: tl.constexpr):
+    """a @ b of fp32 blocks with fp16 operands; SPLIT: in high and low halves, fp32-grade for
+    entries of order one."""
+    a_hi = a.to(tl.float16)
+    b_hi = b.to(tl.float16)
+    acc = dot(a_hi, b_hi, None, INTERPRET)
+    if SPLIT:
+        a_lo = (a - a_hi.to(tl.float32)).to(tl.float16)
+        b_lo = (b - b_hi.to(tl.float32)).to(tl.float16)
+        acc = dot(a_lo, b_hi, acc, INTERPRET)
+        acc = dot(a_hi, b_lo, acc, INTERPRET)
+    return acc
+
+
+@triton.jit
+def invert(b_L, C: tl.constexpr, SPLIT: tl.constexpr, INTERPRET: tl.constexpr):
+    """(I + L)^-1 [C, C] fp32 for strictly lower L, by merging diagonal blocks: with X the inverse
+    of the m-blocks and N the part of L that joins two of them, X - X N X is that of the 2m-blocks.
+    Unlike a Neumann series it forms no powers of L: with |k| <= 1 and beta <= 2 every entry of
+    every X is at most 2, so correlated keys cost no digits."""
+    o_r = tl.arange(0, C)[:, None]
+    o_c = tl.arange(0, C)[None, :]
+    b_X = tl.where(o_r == o_c, 1.0, 0.0) - tl.where(o_r // 2 == o_c // 2, b_L, 0.0)
+    for i in tl.static_range(1, 6):
+        if (1 << i) < C:  # m = 2^i
+            joins = ((o_r >> (i + 1)) == (o_c >> (i + 1))) & ((o_r >> i) != (o_c >> i))
+            b_W = product(tl.where(joins, b_L, 0.0), b_X, SPLIT, INTERPRET)
+            b_X -= product(b_X, b_W, SPLIT, INTERPRET)
+    return b_X
+
+
+@triton.jit
+def log2_decay(
+    b_g, m_t, A_log, dt_bias, i_h, o_d, lower_bound,
+    IN_KERNEL: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """E2 in base 2, zero in dead rows: (b_a, factor) [C, D] fp32 with log2 decay = b_a * factor."""
+    if IN_KERNEL:
+        b_factor = tl.full((), -LOG2_E, tl.float32)
+        if HAS_A_LOG:
+            b_factor = -LOG2_E * tl.exp(tl.load(A_log + i_h))
+        if HAS_DT_BIAS:
+            b_g = b_g * b_factor + (tl.load(dt_bias + i_h * D + o_d) * b_factor)[None, :]
+        else:
+            b_g *= b_factor
+        b_a = reciprocal(1.0 + exp2(b_g, INTERPRET), INTERPRET)
+        b_factor = lower_bound * LOG2_E
+    else:
+        b_a = tl.minimum(tl.maximum(b_g, lower_bound), 0.0)
+        b_factor = tl.full((), LOG2_E, tl.float32)
+    return tl.where(m_t[:, None], b_a, 0.0), b_factor
+
+
+@triton.jit
+def zero_rows(out, o_t, m_t, i_h, s_t, s_h):
+    """The rows past the last offset belong to no sequence."""
+    p_o = out + o_t[:, None] * aligned(s_t, out) + i_h * aligned(s_h, out)
+    p_o += tl.arange(0, D)[None, :]
+    tl.store(p_o, tl.zeros((o_t.shape[0], D), dtype=tl.bfloat16), mask=m_t[:, None])
+
+
+@triton.jit(
+    do_not_specialize=[
+        "q_b", "q_t", "q_h", "k_b", "k_t", "k_h", "g_b", "g_t", "g_h", "beta_b", "beta_t", "beta_h",
+        "out_t", "out_h", "T", "N", "NT", "HV", "GROUP", "lower_bound", "scale",
+    ]
+)  # fmt: skip
+def prepare_kernel(
+    q,  # [B, T, H, K] bf16
+    k,  # [B, T, H, K] bf16
+    g,  # [B, T, HV, K] bf16 | fp32
+    beta,  # [B, T, HV] bf16 | fp32
+    A_log,  # [HV] fp32
+    dt_bias,  # [HV, K] fp32
+    cu_seqlens,  # [N + 1] int32 | int64
+    out,  # [B, T, HV, V] bf16: only rows past the last offset are written here
+    nkd,  # [tiles, HV, C, K] bf16
+    qd,  # [tiles, HV, C, K] bf16
+    kr,  # [tiles, HV, C, K] bf16
+    m,  # [tiles, HV, C, C] bf16
+    gamma,  # [tiles, HV, K] fp32
+    q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, out_t, out_h,
+    T, N, NT, HV, GROUP, lower_bound, scale,
+    CHUNKS: tl.constexpr,
+    PACKED: tl.constexpr,
+    NORM: tl.constexpr,
+    GATE_IN_KERNEL: tl.constexpr,
+    HAS_A_LOG: tl.constexpr,
+    HAS_DT_BIAS: tl.constexpr,
+    BETA_SCALE: tl.constexpr,  # of the sigmoid: 1, or 2 for negative eigenvalues; 0: beta given
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    C: tl.constexpr = CHUNK * CHUNKS
+    i_h = tl.program_id(0)
+    i_tile = tl.program_id(1)
+    o_c = tl.arange(0, C)
+    o_d = tl.arange(0, D)
+    if PACKED:
+        i_b = 0
+        i_n = sequence_of_tile(cu_seqlens, i_tile, T, N, C)
+        i_t = (i_tile - first_tile(cu_seqlens, i_n, T, C)) * C
+        if i_n == N:
+            bos = tl.minimum(tl.maximum(tl.load(cu_seqlens + N), 0), T).to(tl.int32)
+            zero_rows(out, bos + i_t + o_c, bos + i_t + o_c < T, i_h, out_t, out_h)
+            return
+        bos, length = sequence_bounds(cu_seqlens, i_n, T)
+        if i_t >= length:
+            return
+    else:
+        i_b = i_tile // NT
+        i_t = (i_tile % NT) * C
+        bos = 0
+        length = T
+    m_t = i_t + o_c < length
+    m_td = m_t[:, None]
+    o_t = bos + i_t + o_c
+
+    i_hk = i_h // GROUP
+    p_q = q + i_b * aligned(q_b, q) + i_hk * aligned(q_h, q)
+    p_q += o_t[:, None] * aligned(q_t, q) + o_d[None, :]
+    p_k = k + i_b * aligned(k_b, k) + i_hk * aligned(k_h, k)
+    p_k += o_t[:, None] * aligned(k_t, k) + o_d[None, :]
+    p_g = g + i_b * aligned(g_b, g) + i_h * aligned(g_h, g)
+    p_g += o_t[:, None] * aligned(g_t, g) + o_d[None, :]
+    p_beta = beta + i_b * beta_b.to(tl.int64) + i_h * beta_h + o_t * beta_t.to(tl.int64)
+    b_g = tl.load(p_g, mask=m_td, other=0.0).to(tl.float32)
+    b_k = tl.load(p_k, mask=m_td, other=0.0).to(tl.float32)
+    b_q = tl.load(p_q, mask=m_td, other=0.0).to(tl.float32)
+    b_beta = tl.load(p_beta, mask=m_t, other=0.0).to(tl.float32)
+    w = (i_tile.to(tl.int64) * HV + i_h) * C
+    p_w = w * D + o_c[:, None] * D + o_d[None, :]
+
+    # E1 to E3
+    if NORM:
+        b_q *= (tl.rsqrt(tl.sum(b_q * b_q, 1) + 1e-6) * scale)[:, None]
+        b_k *= tl.rsqrt(tl.sum(b_k * b_k, 1) + 1e-6)[:, None]
+    else:
+        b_q *= scale
+    if BETA_SCALE > 0:
+        b_beta = BETA_SCALE * tl.sigmoid(b_beta)
+    b_a, b_factor = log2_decay(
+        b_g, m_t, A_log, dt_bias, i_h, o_d, lower_bound, GATE_IN_KERNEL, HAS_A_LOG, HAS_DT_BIAS,
+        INTERPRET,
+    )  # fmt: skip
+
+    # E5. Per chunk p: b_c the cumulative log2 decay from its start, b_t its total.
+    b_c = tl.cumsum(tl.reshape(b_a, (CHUNKS, CHUNK, D)), 1) * b_factor
+    b_t = tl.sum(tl.reshape(b_a, (CHUNKS, CHUNK, D)), 1) * b_factor
+    o_p = tl.arange(0, CHUNKS)[:, None]
+    is_first = o_p % 2 == 0
+    b_c -= tl.where(is_first, b_t, 0.0)[:, None, :]  # G - anchor
+    b_e = exp2(b_c, INTERPRET)
+    b_q = tl.reshape(b_q, (CHUNKS, CHUNK, D)) * b_e
+    b_ki = tl.reshape(b_k, (CHUNKS, CHUNK, D)) * exp2(-b_c, INTERPRET)
+    b_k = tl.reshape(b_k, (CHUNKS, CHUNK, D)) * b_e
+    b_qA = tl.reshape(b_q, (C, D)).to(tl.bfloat16)
+    b_kA = tl.reshape(b_k, (C, D)).to(tl.bfloat16)
+    b_kI = tl.reshape(b_ki, (C, D)).to(tl.bfloat16)
+    b_L = dot(b_kA, tl.trans(b_kI), None, INTERPRET)
+    b_M = dot(b_qA, tl.trans(b_kI), None, INTERPRET)
+
+    # from the anchor to the chunk's own start (end), then over the earlier (later) chunks
+    b_start = exp2(tl.where(is_first, b_t, 0.0), INTERPRET)[:, None, :]
+    b_q *= b_start
+    b_k *= b_start
+    if CHUNKS > 1:
+        b_pairs = tl.broadcast_to(b_t[None, :, :], (CHUNKS, CHUNKS, D))
+        o_r = tl.arange(0, CHUNKS)[None, :, None]
+        b_before = tl.sum(tl.where(o_r < o_p[:, :, None], b_pairs, 0.0), 1)
+        b_after = tl.sum(tl.where(o_r > o_p[:, :, None], b_pairs, 0.0), 1)
+        b_before = exp2(b_before, INTERPRET)[:, None, :]
+        b_q *= b_before
+        b_k *= b_before
+        b_ki *= exp2(tl.where(is_first, 0.0, b_t), INTERPRET)[:, None, :]
+    if CHUNKS == 4:
+        # rows of the second pair against columns of the first, brought to the second's anchor
+        between = (o_r > o_p[:, :, None]) & (o_r < 3)
+        b_to = exp2(tl.sum(tl.where(between, b_pairs, 0.0), 1), INTERPRET)
+        b_kX = tl.reshape(b_ki * b_to[:, None, :], (C, D)).to(tl.bfloat16)
+        is_second = (o_c[:, None] >= 2 * CHUNK) & (o_c[None, :] < 2 * CHUNK)
+        b_L = tl.where(is_second, dot(b_kA, tl.trans(b_kX), None, INTERPRET), b_L)
+        b_M = tl.where(is_second, dot(b_qA, tl.trans(b_kX), None, INTERPRET), b_M)
+    if CHUNKS > 1:
+        b_ki *= exp2(b_after, INTERPRET)[:, None, :]
+    tl.store(qd + p_w, tl.reshape(b_q, (C, D)).to(tl.bfloat16))
+    tl.store(nkd + p_w, tl.reshape(-b_k, (C, D)).to(tl.bfloat16))
+    tl.store(gamma + w // C * D + o_d, exp2(tl.sum(b_t, 0), INTERPRET))
+    b_kr = tl.reshape(b_ki, (C, D)).to(tl.float16)
+    b_L = tl.where(o_c[:, None] > o_c[None, :], b_L, 0.0) * b_beta[:, None]
+    b_M = tl.where(o_c[:, None] >= o_c[None, :], b_M, 0.0).to(tl.float16)
+
+    # E6. fp16 holds A and M, whose entries are bounded, better than bf16
+    SPLIT: tl.constexpr = BETA_SCALE != 1
+    b_A = (invert(b_L, C, SPLIT, INTERPRET) * b_beta[None, :]).to(tl.float16)
+    p_m = w * C + o_c[:, None] * C + o_c[None, :]
+    tl.store(m + p_m, dot(b_M, b_A, None, INTERPRET).to(tl.bfloat16))
+    tl.store(kr + p_w, dot(tl.trans(b_A), b_kr, None, INTERPRET).to(tl.bfloat16))
