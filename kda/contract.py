@@ -6,6 +6,7 @@ building one costs half a microsecond, a frozen dataclass several.
 """
 
 from enum import Enum
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -41,6 +42,22 @@ class Feature(Enum):
     GATE_GIVEN = "a computed gate without lower_bound"
     GROUPED_VALUES = "grouped values (HV > H)"
     PACKED = "packed sequences (cu_seqlens)"
+    FP32_GATE = "g in fp32"
+    BETA_UP_TO_TWO = "beta above 1 (allow_neg_eigval, or beta computed outside)"
+
+
+@lru_cache(maxsize=64)
+def features_of(
+    gate: Gate, grouped: bool, packed: bool, fp32_gate: bool, above_one: bool
+) -> frozenset[Feature]:
+    """What a call with these traits needs. Cached: the set is built on every call otherwise."""
+    asked = {
+        Feature.GROUPED_VALUES: grouped,
+        Feature.PACKED: packed,
+        Feature.FP32_GATE: fp32_gate,
+        Feature.BETA_UP_TO_TWO: above_one,
+    }
+    return frozenset([Feature[f"GATE_{gate.name}"], *(f for f, yes in asked.items() if yes)])
 
 
 class NotSplittableError(ValueError):
@@ -69,7 +86,7 @@ class Device(NamedTuple):
     """The facts of one device that a probe or a plan may use."""
 
     type: str  # "cuda", "cpu", ...
-    index: int
+    ordinal: int
     name: str
     capability: tuple[int, int]  # (0, 0) off CUDA
     sms: int  # streaming multiprocessors; CPU threads off CUDA
@@ -81,6 +98,7 @@ class Offer(NamedTuple):
     backend: str
     features: frozenset[Feature]
     reason: str | None
+    gluon: bool = False  # variants written in Gluon can run as well
 
 
 class Variant(NamedTuple):
@@ -91,6 +109,7 @@ class Variant(NamedTuple):
     prepare_warps: int = 0  # 0: a backend without warps
     recurrence_warps: int = 0
     recurrence_stages: int = 0
+    gluon: bool = False  # written in Gluon, Triton's explicit-layout language
 
     @property
     def step(self) -> int:

@@ -16,13 +16,15 @@ def rejection(offer: Offer, problem: Problem) -> str | None:
     return f"it does not support {', '.join(missing)}" if missing else None
 
 
-def choose(problem: Problem, offers: tuple[Offer, ...]) -> tuple[str, tuple[tuple[str, str], ...]]:
+def choose(
+    problem: Problem, offers: tuple[Offer, ...]
+) -> tuple[Offer, tuple[tuple[str, str], ...]]:
     """The first offer that can run the call, and each earlier one's reason; BackendError if none."""
-    rejected = []
+    rejected: list[tuple[str, str]] = []
     for offer in offers:
         why = rejection(offer, problem)
         if why is None:
-            return offer.backend, tuple(rejected)
+            return offer, tuple(rejected)
         rejected.append((offer.backend, why))
     reasons = "; ".join(f"{name}: {why}" for name, why in rejected)
     if len(offers) == 1:
@@ -45,22 +47,25 @@ def plan(problem: Problem, offers: tuple[Offer, ...]) -> Plan:
             "use_intracard_cp=True, but this version runs every sequence serially; "
             'use "auto" or False'
         )
-    backend, rejected = choose(problem, offers)
+    offer, rejected = choose(problem, offers)
     B, T, HV, N = problem.B, problem.T, problem.HV, problem.N
     mean_len = B * T // N
     rule = next(
         r
-        for r in tuning.RULES[backend]
-        if N * HV >= r.min_programs and mean_len >= r.min_mean_len
+        for r in tuning.RULES[offer.backend]
+        if N * HV >= r.min_programs
+        and mean_len >= r.min_mean_len
+        and not r.lacks & problem.features
+        and (offer.gluon or not r.variant.gluon)
     )
     step = rule.variant.step
     tiles = varlen.tile_count(B, T, N, problem.packed, step) if T else 0
     reason = (
-        f"{backend}: {step} tokens a step, {rule.variant.v_block} value rows a program, for "
+        f"{offer.backend}{' (Gluon)' * rule.variant.gluon}: {step} tokens a step, {rule.variant.v_block} value rows a program, for "
         f"{N} x {HV} recurrences of {mean_len} tokens on average ({rule.source}); serial"
     )
     return Plan(
-        backend=backend,
+        backend=offer.backend,
         reason=reason,
         rejected=rejected,
         variant=rule.variant,

@@ -11,6 +11,7 @@ from kda.contract import Offer, Plan, Problem
 if TYPE_CHECKING:
     from torch import Tensor
 
+
 def prefill(
     q: Tensor,
     k: Tensor,
@@ -120,6 +121,7 @@ def prefill(
             workspace.carry_state(args)
     if final_state is None and args.final_state is not None:
         final_state = args.final_state if state_v_first else args.final_state.mT
+    assert args.out is not None
     return args.out, final_state
 
 

@@ -40,14 +40,23 @@ class Backend(Protocol):
 def offer(backend: str, device: Device) -> Offer:
     """What `backend` can do on `device`. Cached: a probe may import the backend's package."""
     declared = importlib.import_module(BACKENDS[backend][0])
-    return Offer(backend, declared.FEATURES, declared.available(device))
+    reason = declared.available(device)
+    gluon = backend == "triton" and reason is None and declared.gluon(device)
+    return Offer(backend, declared.FEATURES, reason, gluon)
+
+
+# What a broken install, a half-removed one or one for another Python raises when it is imported.
+BROKEN = (
+    *(ImportError, AttributeError, OSError, RuntimeError, TypeError, ValueError),
+    *(AssertionError, LookupError, NameError, SyntaxError),
+)
 
 
 def import_failure(package: str) -> str | None:
-    """Why `package` cannot be imported, or None. Broken installs raise more than ImportError."""
+    """Why `package`, which is not ours, cannot be imported, or None."""
     try:
         importlib.import_module(package)
-    except (ImportError, AttributeError, OSError, RuntimeError, TypeError, ValueError) as e:
+    except BROKEN as e:
         return f"importing {package} failed: {type(e).__name__}: {e}"
     return None
 
@@ -66,7 +75,7 @@ def offers(backend: str, device: Device) -> tuple[Offer, ...]:
 
 def load(backend: str) -> Backend:
     """The launcher module of a backend that a plan chose."""
-    return importlib.import_module(BACKENDS[backend][1])  # type: ignore[return-value]
+    return importlib.import_module(BACKENDS[backend][1])
 
 
 _reported: set[tuple[str, str]] = set()

@@ -1,23 +1,26 @@
-"""Measured choices, as data: each row with the results file that it comes from.
-
-A `Rule` applies when the call has at least `min_programs` independent recurrences (N * HV) and at
-least `min_mean_len` tokens a sequence; the first that applies wins.
-"""
+"""Measured choices, as data: each row with the results file that it comes from."""
 
 from typing import NamedTuple
 
-from kda.contract import Variant
+from kda.contract import Feature, Variant
 
 
 class Rule(NamedTuple):
-    min_programs: int
-    min_mean_len: int
+    """The first rule whose conditions all hold gives the variant."""
+
+    min_programs: int  # independent recurrences: N * HV
+    min_mean_len: int  # tokens a sequence
     variant: Variant
     source: str  # a file of bench/results, or "fallback: <why>"
+    lacks: frozenset[Feature] = frozenset()  # calls with any of these go to a later rule
 
+
+GLUON_LACKS = frozenset({Feature.GATE_GIVEN_BOUNDED, Feature.FP32_GATE, Feature.BETA_UP_TO_TWO})
 
 TRITON: tuple[Rule, ...] = (
-    Rule(0, 0, Variant(4, 64, 4, 4, 3), "fallback: design.md section 5, not yet measured here"),
+    Rule(67, 0, Variant(4, 128, 4, 8, 2, gluon=True), "unmeasured", GLUON_LACKS),
+    Rule(0, 0, Variant(4, 64, 4, 4, 3, gluon=True), "unmeasured", GLUON_LACKS),
+    Rule(0, 0, Variant(1, 64, 2, 4, 3), "unmeasured"),
 )
 
 TORCH: tuple[Rule, ...] = (

@@ -11,10 +11,13 @@ FEATURES = frozenset(
         Feature.GATE_GIVEN_BOUNDED,
         Feature.GROUPED_VALUES,
         Feature.PACKED,
+        Feature.FP32_GATE,
+        Feature.BETA_UP_TO_TWO,
     }
 )
 
 OLDEST_TRITON = (3, 6)
+NEWEST_GLUON = (3, 9)  # Gluon is experimental: only versions that CI compiled are trusted
 
 
 def available(device: Device) -> str | None:
@@ -28,9 +31,18 @@ def available(device: Device) -> str | None:
         return f"it is built for Hopper (compute capability 9.0), {device.name} has {found}"
     if (why := import_failure("triton")) is not None:
         return why
+    if triton_version() < OLDEST_TRITON:
+        return "it needs Triton >= 3.6, found {}.{}".format(*triton_version())
+    return None
+
+
+def gluon(device: Device) -> bool:
+    """Whether the Gluon variants can run too: on a GPU, with a Triton that they were compiled on."""
+    return device.type == "cuda" and triton_version() <= NEWEST_GLUON
+
+
+def triton_version() -> tuple[int, int]:
     import triton
 
-    version = tuple(int(x) for x in triton.__version__.split(".")[:2])
-    if version < OLDEST_TRITON:
-        return f"it needs Triton >= 3.6, found {triton.__version__}"
-    return None
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)

@@ -1,0 +1,74 @@
+"""Launches the Gluon stages with what the plan says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kernels_triton.gluon_ops import descriptor
+from kernels_triton.gluon_prepare import prepare_kernel
+from kernels_triton.gluon_recurrence import recurrence_kernel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from kda.contract import Args, Plan
+    from kda.workspace import Workspace
+
+
+def rows(x: Tensor, step: int) -> TensorDescriptor:
+    """A workspace region [tiles, HV, ..., n] as rows, `step` of them a block."""
+    n = x.shape[-1]
+    return descriptor(x, [x.numel() // n, n], [n, 1], [step, n])
+
+
+def heads_first(x: Tensor, step: int, columns: int) -> TensorDescriptor:
+    """[B, T, H, D] as [B, H, T, D]: the dimensions of size one lead the block. Their strides may
+    be anything in torch, but not in TMA."""
+    B, T, H, D = x.shape
+    b, t, h, _ = x.stride()
+    strides = [b if B > 1 else D, h if H > 1 else D, t if T > 1 else D, 1]
+    return descriptor(x, [B, H, T, D], strides, [1, 1, step, columns])
+
+
+def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
+    """Stage 1: fills the workspace, and zeros the rows of `out` past the last offset."""
+    B, T, H, D = args.q.shape
+    step = plan.step
+    prepare_kernel[(plan.HV, plan.tiles)](
+        heads_first(args.q, step, D), heads_first(args.k, step, D), heads_first(args.g, step, D),
+        args.beta, args.A_log, args.dt_bias, args.cu_seqlens, args.out, ws.nkd, ws.qd,
+        rows(ws.kr, step), rows(ws.m, step), ws.gamma, *args.beta.stride(),
+        *args.out.stride()[1:3], T, plan.N, plan.tiles // B, plan.HV, plan.HV // H,
+        args.lower_bound, args.scale,
+        PACKED=args.cu_seqlens is not None,
+        NORMALISE=args.use_qk_l2norm_in_kernel,
+        HAS_A_LOG=args.A_log is not None,
+        HAS_DT_BIAS=args.dt_bias is not None,
+        num_warps=plan.variant.prepare_warps,
+        maxnreg=168,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+def recurrence(args: Args, plan: Plan, ws: Workspace) -> None:
+    """Stage 2: the state over the steps of each sequence; writes `out` and `final_state`."""
+    B, T, _, _ = args.q.shape
+    step, v_block = plan.step, plan.variant.v_block
+    s0, s1 = args.initial_state, args.final_state
+    recurrence_kernel[(plan.v_splits, plan.HV, plan.N)](
+        rows(ws.nkd, step), rows(ws.qd, step), rows(ws.kr, step), rows(ws.m, step),
+        rows(ws.gamma, 1), heads_first(args.v, step, v_block),
+        heads_first(args.out, step, v_block), args.out, s0, s1, args.cu_seqlens,
+        *args.out.stride()[:3],
+        *((0,) * 4 if s0 is None else s0.stride()), *((0,) * 4 if s1 is None else s1.stride()),
+        T, plan.tiles // B, plan.HV,
+        C=step,
+        BV=v_block,
+        STAGES=plan.variant.recurrence_stages,
+        PACKED=args.cu_seqlens is not None,
+        HAS_INITIAL=s0 is not None,
+        HAS_FINAL=s1 is not None,
+        num_warps=plan.variant.recurrence_warps,
+        enable_fp_fusion=True,
+    )  # fmt: skip

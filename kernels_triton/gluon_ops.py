@@ -1,0 +1,44 @@
+"""What both Gluon stages use: TMA under either of its names, fast exponentials, sequence look-up.
+
+Gluon is Triton's explicit-layout language. It gives what plain Triton cannot: named shared-memory
+buffers, a TMA producer warp, and products that stay in flight. It is not interpreted, so these
+kernels are tested on a GPU only; the plain stages beside them serve every call that they do not.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+# Triton 3.8 renamed them
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+D = gl.constexpr(128)
+
+
+def descriptor(x: torch.Tensor, shape: list[int], strides: list[int], block: list[int]):
+    """A TMA descriptor whose blocks land in shared memory as wgmma reads them (`nvmma_layout`)."""
+    dtype = gl.float32 if x.dtype == torch.float32 else gl.bfloat16
+    return TensorDescriptor(x, shape, strides, block, nvmma_layout(block, dtype))
+
+
+def nvmma_layout(block: list[int], dtype: gl.dtype) -> gl.NVMMASharedLayout:
+    if dtype is gl.float32:  # one row of gamma: nothing to swizzle
+        return gl.NVMMASharedLayout(0, 32, len(block))
+    return gl.NVMMASharedLayout.get_default_for(block, dtype)
+
+
+@gluon.jit
+def exp2(x):
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def reciprocal(x):
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )

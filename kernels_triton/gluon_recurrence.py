@@ -1,0 +1,189 @@
+"""Recurrence in Gluon: a warp that loads by TMA, and 64 or 128 value rows a program (E6).
+
+Against the plain stage: the load of a step is issued as soon as its buffer is free, and the o of a
+step leaves under the products of the next one.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels_triton.gluon_ops import D, async_load, async_store
+from kernels_triton.ops import aligned, first_tile, sequence_bounds
+
+
+@gluon.jit
+def load_steps(
+    nkd, qd, kr, m, gamma, v, nkd_s, qd_s, kr_s, m_s, gamma_s, v_s, full, empty,
+    steps, i_tile, i_b, i_h, i_v, bos, HV, C: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The producer warp: what the first products need comes first."""
+    for i in range(steps):
+        s = i % STAGES
+        mbarrier.wait(empty.index(s), ((i // STAGES) & 1) ^ 1)
+        bar = full.index(s)
+        mbarrier.expect(bar, C * D * 2 * 3 + C * C * 2 + C * BV * 2 + D * 4)
+        i_w = (i_tile + i) * HV + i_h
+        async_load(nkd, [i_w * C, 0], bar, nkd_s.index(s))
+        async_load(v, [i_b, i_h, bos + i * C, i_v * BV], bar, v_s.index(s))
+        async_load(qd, [i_w * C, 0], bar, qd_s.index(s))
+        async_load(gamma, [i_w, 0], bar, gamma_s.index(s))
+        async_load(kr, [i_w * C, 0], bar, kr_s.index(s))
+        async_load(m, [i_w * C, 0], bar, m_s.index(s))
+
+
+@gluon.jit
+def advance_steps(
+    o, out, initial_state, final_state, nkd_s, qd_s, kr_s, m_s, gamma_s, v_s, o_s, full, empty,
+    steps, length, i_b, i_h, i_v, i_n, bos, out_b, out_t, out_h,
+    s0_n, s0_h, s0_v, s0_k, s1_n, s1_h, s1_v, s1_k,
+    C: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr,
+):  # fmt: skip
+    """The consumer warps: the state's rows in registers over the whole sequence."""
+    ACC_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 128, 16])
+    ACC_X: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, C, 16])
+    LEFT_X: gl.constexpr = gl.DotOperandLayout(0, ACC_X, 2)
+    LEFT_S: gl.constexpr = gl.DotOperandLayout(0, ACC_S, 2)
+    o_v = i_v * BV + gl.arange(0, BV, gl.SliceLayout(1, ACC_S))
+    o_k = gl.arange(0, D, gl.SliceLayout(0, ACC_S))
+    if HAS_INITIAL:
+        p_s = i_n.to(gl.int64) * s0_n + i_h.to(gl.int64) * s0_h
+        b_S = gl.load(
+            initial_state + (p_s + o_v.to(gl.int64)[:, None] * s0_v + o_k[None, :] * s0_k)
+        ).to(gl.float32)
+    else:
+        b_S = gl.zeros([BV, D], gl.float32, ACC_S)
+    zero = gl.zeros([BV, C], gl.float32, ACC_X)
+    b_Sb = gl.convert_layout(b_S.to(gl.bfloat16), LEFT_X)
+    b_o = zero.to(gl.bfloat16)
+    o_t = o_s.reshape([C, BV]).permute([1, 0])
+    for i in range(steps):
+        s = i % STAGES
+        mbarrier.wait(full.index(s), (i // STAGES) & 1)
+        b_v = v_s.index(s).reshape([C, BV]).permute([1, 0])
+        left = length - i * C
+        if left < C:
+            # v holds the next sequence's rows or dead ones there, and 0 * NaN would enter the state
+            o_c = gl.arange(0, C, gl.SliceLayout(0, ACC_X))
+            b_v.store(gl.where((o_c < left)[None, :], b_v.load(ACC_X), 0.0).to(gl.bfloat16))
+        b_x = warpgroup_mma(
+            b_Sb, nkd_s.index(s).permute([1, 0]), zero, use_acc=False, is_async=True
+        )
+        b_new = warpgroup_mma(
+            b_Sb, qd_s.index(s).permute([1, 0]), zero, use_acc=False, is_async=True
+        )
+        if i > 0:
+            tma.store_wait(0)
+        o_t.store(b_o)
+        fence_async_shared()
+        if i > 0:
+            async_store(o, [i_b, i_h, bos + (i - 1) * C, i_v * BV], o_s)
+        b_gamma = gamma_s.index(s).reshape([D]).load(gl.SliceLayout(0, ACC_S))
+        b_x = warpgroup_mma_wait(1, [b_x])
+        # after the wait: changing an accumulator while products fly makes ptxas wait for them all
+        b_S = b_S * b_gamma[None, :]
+        b_u = gl.convert_layout((b_v.load(ACC_X).to(gl.float32) + b_x).to(gl.bfloat16), LEFT_S)
+        b_S = warpgroup_mma(b_u, kr_s.index(s), b_S, is_async=True)
+        b_new = warpgroup_mma(
+            gl.convert_layout(b_u, LEFT_X), m_s.index(s).permute([1, 0]), b_new, is_async=True
+        )
+        b_S = warpgroup_mma_wait(1, [b_S])
+        b_Sb = gl.convert_layout(b_S.to(gl.bfloat16), LEFT_X)
+        b_new = warpgroup_mma_wait(0, [b_new])
+        mbarrier.arrive(empty.index(s), count=1)
+        b_o = b_new.to(gl.bfloat16)
+    if steps > 0:
+        i = steps - 1
+        left = length - i * C
+        if left >= C:
+            tma.store_wait(0)
+            o_t.store(b_o)
+            fence_async_shared()
+            async_store(o, [i_b, i_h, bos + i * C, i_v * BV], o_s)
+        else:
+            o_c = gl.arange(0, C, gl.SliceLayout(0, ACC_X))
+            r_v = i_v * BV + gl.arange(0, BV, gl.SliceLayout(1, ACC_X))
+            p_o = out + i_b * aligned(out_b, out) + i_h * aligned(out_h, out)
+            p_o += (bos + i * C + o_c)[None, :] * aligned(out_t, out) + r_v[:, None]
+            gl.store(p_o, b_o, mask=(o_c < left)[None, :])
+    if HAS_FINAL:
+        p_s = i_n.to(gl.int64) * s1_n + i_h.to(gl.int64) * s1_h
+        gl.store(
+            final_state + (p_s + o_v.to(gl.int64)[:, None] * s1_v + o_k[None, :] * s1_k),
+            b_S.to(final_state.dtype.element_ty),
+        )
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["out_b", "out_t", "out_h", "T", "NT", "HV"])
+def recurrence_kernel(
+    nkd, qd, kr,  # descriptors of [tiles * HV * C, K] bf16, block [C, K]
+    m,  # descriptor of [tiles * HV * C, C] bf16, block [C, C]
+    gamma,  # descriptor of [tiles * HV, K] fp32, block [1, K]
+    v, o,  # descriptors of [B, HV, T, V] bf16, block [1, 1, C, BV]
+    out,  # [B, T, HV, V] bf16, what `o` describes: a tail is stored with a mask
+    initial_state, final_state,  # [N, HV, V, K] fp32 | bf16
+    cu_seqlens,  # [N + 1] int32 | int64
+    out_b, out_t, out_h, s0_n, s0_h, s0_v, s0_k, s1_n, s1_h, s1_v, s1_k, T, NT, HV,
+    C: gl.constexpr,
+    BV: gl.constexpr,
+    STAGES: gl.constexpr,
+    PACKED: gl.constexpr,
+    HAS_INITIAL: gl.constexpr,
+    HAS_FINAL: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    i_v = gl.program_id(0)
+    i_h = gl.program_id(1)
+    i_n = gl.program_id(2)
+    if PACKED:
+        i_b = i_n * 0
+        bos, length = sequence_bounds(cu_seqlens, i_n, T)
+        i_tile = first_tile(cu_seqlens, i_n, T, C)
+    else:
+        i_b = i_n
+        bos = i_n * 0
+        length = T
+        i_tile = i_n * NT
+    steps = (length + C - 1) // C
+    nkd_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, D], nkd.layout)
+    qd_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, D], qd.layout)
+    kr_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, D], kr.layout)
+    m_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], m.layout)
+    v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, C, BV], v.layout)
+    gamma_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, D], gamma.layout)
+    o_s = gl.allocate_shared_memory(gl.bfloat16, [1, 1, C, BV], o.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=1)
+    gl.warp_specialize(
+        [
+            (
+                advance_steps,
+                (
+                    o, out, initial_state, final_state, nkd_s, qd_s, kr_s, m_s, gamma_s, v_s, o_s,
+                    full, empty, steps, length, i_b, i_h, i_v, i_n, bos, out_b, out_t, out_h,
+                    s0_n, s0_h, s0_v, s0_k, s1_n, s1_h, s1_v, s1_k,
+                    C, BV, STAGES, num_warps, HAS_INITIAL, HAS_FINAL,
+                ),
+            ),
+            (
+                load_steps,
+                (
+                    nkd, qd, kr, m, gamma, v, nkd_s, qd_s, kr_s, m_s, gamma_s, v_s, full, empty,
+                    steps, i_tile, i_b, i_h, i_v, bos, HV, C, BV, STAGES,
+                ),
+            ),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip

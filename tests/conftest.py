@@ -1,0 +1,102 @@
+"""Where the tests run. One body serves all targets: PyTorch on the CPU, the Triton kernels in the
+interpreter (a process of its own, TRITON_INTERPRET=1), and both on a GPU (-m gpu)."""
+
+import inspect
+import os
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import kda
+from kda import check, device, planner, portable, registry, tuning, workspace
+from kda.contract import Args, Feature, Plan, Variant
+from kernels_triton import FEATURES
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class Target(NamedTuple):
+    backend: str
+    device: str
+    interpreted: bool = False
+
+    def supports(self, case: Any) -> bool:
+        features = {"torch": portable.FEATURES, "triton": FEATURES}[self.backend]
+        needs = {"softplus": Feature.GATE_SOFTPLUS, "given": Feature.GATE_GIVEN}.get(case.gate)
+        return (needs is None or needs in features) and (case.small or not self.interpreted)
+
+    def run(self, call: dict[str, Any], **more: Any) -> Any:
+        """`kda.prefill` with a final state, unless told otherwise."""
+        return kda.prefill(**{"output_final_state": True} | call | more, backend=self.backend)
+
+    def stages(self, call: dict[str, Any]) -> tuple[Any, Args, Plan, workspace.Workspace]:
+        """What `kda.prefill(**call, output_final_state=True)` would launch, and with what; the
+        workspace and the outputs hold NaN."""
+        bound = {**KEYWORDS, **call, "output_final_state": True}
+        args, problem = check.to_problem(**bound)
+        offers = registry.offers(self.backend, device.facts(args.q.device))
+        plan = planner.plan(problem, offers)
+        args, ws = workspace.allocate_outputs(args), workspace.carve(plan, args.q)
+        for x in (args.out, args.final_state, *ws):
+            x.fill_(torch.nan)
+        return registry.load(self.backend), args, plan, ws
+
+
+KEYWORDS = {
+    name: p.default
+    for name, p in inspect.signature(kda.prefill).parameters.items()
+    if p.kind is p.KEYWORD_ONLY and name != "backend"
+}
+
+if INTERPRETED:
+    TARGETS = [pytest.param(Target("triton", "cpu", True), id="interpreter")]
+else:
+    TARGETS = [
+        pytest.param(Target("torch", "cpu"), id="torch-cpu"),
+        pytest.param(Target("torch", "cuda"), id="torch-gpu", marks=pytest.mark.gpu),
+        pytest.param(Target("triton", "cuda"), id="triton-gpu", marks=pytest.mark.gpu),
+    ]
+
+
+@pytest.fixture(params=TARGETS)
+def target(request: pytest.FixtureRequest) -> Target:
+    return request.param
+
+
+@pytest.fixture
+def force_variant(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the planner take one variant for every problem until the test ends."""
+
+    def force(backend: str, variant: Variant) -> None:
+        rules = (tuning.Rule(0, 0, variant, "forced by a test"),)
+        monkeypatch.setitem(tuning.RULES, backend, rules)
+        planner.plan.cache_clear()
+
+    yield force
+    monkeypatch.undo()
+    planner.plan.cache_clear()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "small: runs in Triton's interpreter, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Drops what a target cannot do, and what the interpreter cannot do in time; skips what needs a
+    GPU where there is none."""
+    dropped = []
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        target, case = params.get("target"), params.get("case")
+        if target is not None and (
+            params.get("backend", target.backend) != target.backend
+            or (case is not None and not target.supports(case))
+            or (target.interpreted and case is None and not item.get_closest_marker("small"))
+        ):
+            dropped.append(item)
+        elif item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    if dropped:
+        items[:] = [x for x in items if x not in dropped]
+        config.hook.pytest_deselected(items=dropped)

@@ -1,0 +1,114 @@
+"""One table says where each region lies, and the documented sizes are those of the table."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kda
+from kda import tuning, varlen, workspace
+from kda.contract import HEAD_DIM, Args, Gate, Plan, Variant
+
+SHAPES = [(1, 1, 16), (3, 2, 16), (5, 3, 32), (2, 12, 64), (7, 1, 64)]
+
+
+def plan_of(tiles: int, HV: int, step: int) -> Plan:
+    size = workspace.size(tiles, HV, step)
+    return Plan("torch", "", (), Variant(step // 16, 128), HV, HV, 1, tiles, tiles, 1, size)
+
+
+@pytest.mark.parametrize(("tiles", "HV", "step"), SHAPES)
+def test_regions_are_aligned_and_neither_overlap_nor_leave_the_buffer(tiles, HV, step):
+    placed = workspace.place(tiles, HV, step)
+    assert [p.region.name for p in placed] == list(workspace.Workspace._fields)
+    for p, following in zip(placed, [*placed[1:], None], strict=True):
+        assert p.start % workspace.ALIGNMENT == 0
+        limit = following.start if following else workspace.size(tiles, HV, step)
+        assert p.start + p.nbytes <= limit
+        assert p.nbytes == torch.Size(p.shape).numel() * p.region.dtype.itemsize
+
+
+@pytest.mark.parametrize(("tiles", "HV", "step"), SHAPES)
+def test_the_views_are_the_table_and_a_write_to_one_changes_no_other(tiles, HV, step):
+    ws = workspace.carve(plan_of(tiles, HV, step), torch.empty(0))
+    for value, (view, p) in enumerate(zip(ws, workspace.place(tiles, HV, step), strict=True)):
+        assert view.shape == p.shape
+        assert view.dtype is p.region.dtype
+        assert view.is_contiguous()
+        view.fill_(value)
+    assert all(bool((view == value).all()) for value, view in enumerate(ws))
+
+
+@pytest.mark.parametrize(("step", "per_token_and_head"), [(16, 832), (64, 904)])
+def test_a_padded_token_and_head_takes_the_documented_bytes(step, per_token_and_head):
+    tiles, HV = 64, 8
+    assert workspace.size(tiles, HV, step) == tiles * step * HV * per_token_and_head
+
+
+@pytest.mark.parametrize("sequences", [{"B": 2}, {"N": 5}, {"N": 1}])
+@pytest.mark.parametrize("T", [0, 1, 100, 8192])
+def test_workspace_size_is_what_the_call_allocates(T, sequences):
+    variant = tuning.RULES["torch"][0].variant
+    B, packed = sequences.get("B", 1), "N" in sequences
+    N = sequences.get("N", B)
+    tiles = varlen.tile_count(B, T, N, packed, variant.step) if T else 0
+    expected = workspace.size(tiles, 4, variant.step)
+    assert kda.workspace_size(T, 4, H=2, **sequences, backend="torch") == expected
+    heads = (B, T, 4, HEAD_DIM)
+    plan = kda.explain(
+        *(torch.empty(heads, dtype=torch.bfloat16) for _ in range(4)),
+        torch.empty(heads[:3]),
+        lower_bound=-5.0,
+        cu_seqlens=torch.linspace(0, T, N + 1).int() if packed else None,
+        backend="torch",
+    )
+    assert plan.workspace_bytes == expected
+
+
+def args_of(**changes) -> Args:
+    v = torch.empty(2, 3, 4, HEAD_DIM, dtype=torch.bfloat16)
+    empty = Args(
+        *(v, v, v, v, v[..., 0], None, None, Gate.BOUNDED, -5.0, 1.0, True, True, False),
+        *(None, None, None, None, True, None),
+    )
+    return empty._replace(**changes)
+
+
+def test_what_the_caller_brought_is_not_allocated_again():
+    out, state = torch.empty(2, 3, 4, 128), torch.empty(2, 4, 128, 128)
+    args = workspace.allocate_outputs(
+        args_of(out=out, final_state=state, final_state_dtype=state.dtype)
+    )
+    assert args.out is out
+    assert args.final_state is state
+
+
+def test_no_final_state_is_allocated_unless_asked_for():
+    args = workspace.allocate_outputs(args_of())
+    assert args.final_state is None
+    assert (args.out.shape, args.out.dtype) == (args.v.shape, torch.bfloat16)
+
+
+@pytest.mark.parametrize("state_v_first", [True, False])
+@pytest.mark.parametrize(("cu_seqlens", "N"), [(None, 2), (torch.tensor([0, 1, 1, 3]), 3)])
+def test_a_final_state_is_contiguous_in_the_callers_orientation(state_v_first, cu_seqlens, N):
+    state = workspace.allocate_outputs(
+        args_of(final_state_dtype=torch.float32, state_v_first=state_v_first, cu_seqlens=cu_seqlens)
+    ).final_state
+    assert state.shape == (N, 4, 128, 128)
+    assert (state if state_v_first else state.mT).is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_call_without_tokens_carries_the_state(dtype):
+    initial = torch.randn(2, 4, 128, 128)
+    final = torch.full_like(initial, torch.nan, dtype=dtype)
+    workspace.carry_state(args_of(initial_state=initial, final_state=final))
+    assert torch.equal(final, initial.to(dtype))
+    final.fill_(torch.nan)
+    workspace.carry_state(args_of(final_state=final))
+    assert not final.any()
+    workspace.carry_state(args_of(initial_state=initial))
+    kept = initial.clone()
+    workspace.carry_state(args_of(initial_state=initial, final_state=initial))
+    assert torch.equal(initial, kept)
