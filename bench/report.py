@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 from collections import Counter
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -41,7 +41,7 @@ def meta(device: torch.device, copy_bandwidth: float) -> dict[str, Any]:
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     driver = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "gpu": gpu,
         "driver": first_line(*driver) if device.type == "cuda" else None,
         "cuda": torch.version.cuda,

@@ -34,7 +34,7 @@ class Gate(Enum):
 
 
 class Feature(Enum):
-    """What a call may need and a backend may lack. The value reads on from "it does not support"."""
+    """What a call may need and a backend may lack. Values read on from "it does not support"."""
 
     GATE_BOUNDED = "the in-kernel gate with lower_bound"
     GATE_SOFTPLUS = "the unbounded softplus gate (no lower_bound)"

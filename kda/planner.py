@@ -19,7 +19,7 @@ def rejection(offer: Offer, problem: Problem) -> str | None:
 def choose(
     problem: Problem, offers: tuple[Offer, ...]
 ) -> tuple[Offer, tuple[tuple[str, str], ...]]:
-    """The first offer that can run the call, and each earlier one's reason; BackendError if none."""
+    """The first offer that can run the call, and why each earlier one cannot; else BackendError."""
     rejected: list[tuple[str, str]] = []
     for offer in offers:
         why = rejection(offer, problem)
@@ -53,7 +53,7 @@ def plan(problem: Problem, offers: tuple[Offer, ...]) -> Plan:
     rule = next(
         r
         for r in tuning.RULES[offer.backend]
-        if N * HV >= r.min_programs
+        if r.min_programs <= N * HV
         and mean_len >= r.min_mean_len
         and not r.lacks & problem.features
         and (offer.gluon or not r.variant.gluon)
@@ -61,8 +61,9 @@ def plan(problem: Problem, offers: tuple[Offer, ...]) -> Plan:
     step = rule.variant.step
     tiles = varlen.tile_count(B, T, N, problem.packed, step) if T else 0
     reason = (
-        f"{offer.backend}{' (Gluon)' * rule.variant.gluon}: {step} tokens a step, {rule.variant.v_block} value rows a program, for "
-        f"{N} x {HV} recurrences of {mean_len} tokens on average ({rule.source}); serial"
+        f"{offer.backend}{' (Gluon)' * rule.variant.gluon}: {step} tokens a step, "
+        f"{rule.variant.v_block} value rows a program, for {N} x {HV} recurrences of {mean_len} "
+        f"tokens on average ({rule.source}); serial"
     )
     return Plan(
         backend=offer.backend,

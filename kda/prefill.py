@@ -43,7 +43,7 @@ def prefill(
 
         S <- S * exp(a_t);  S <- S + beta_t (v_t - S k_t) k_t^T;  o_t = scale * S q_t
 
-    Source of the formula: the Kimi Linear report (arXiv 2510.26692) and FLA's `naive_recurrent_kda`.
+    Source of the formula: the Kimi Linear report (arXiv 2510.26692), FLA's `naive_recurrent_kda`.
 
     Args:
         q, k: [B, T, H, 128] bf16.

@@ -24,8 +24,10 @@ BACKENDS = {
     "torch": ("kda.portable", "kda.portable"),
 }
 
-# Who may take an "auto" call, in order. "torch" is no fallback for a GPU: slow paths are asked for.
-AUTO = {"cuda": ("cute", "triton"), "cpu": ("torch",)}
+# Who may take an "auto" call, in order. "torch" is the default of the CPU, no fallback for any other
+# device: slow paths are asked for.
+AUTO_ON_CPU = ("torch",)
+AUTO = ("cute", "triton")
 
 
 class Backend(Protocol):
@@ -66,7 +68,8 @@ def offers(backend: str, device: Device) -> tuple[Offer, ...]:
     if backend == "auto":
         backend = os.environ.get("KDA_BACKEND", "") or "auto"
     if backend == "auto":
-        return tuple(offer(name, device) for name in AUTO.get(device.type, ()))
+        names = AUTO_ON_CPU if device.type == "cpu" else AUTO
+        return tuple(offer(name, device) for name in names)
     if backend not in BACKENDS:
         known = ", ".join(repr(name) for name in ("auto", *BACKENDS))
         raise ValueError(f"backend must be one of {known}, got {backend!r}")

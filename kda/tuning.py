@@ -18,9 +18,9 @@ class Rule(NamedTuple):
 GLUON_LACKS = frozenset({Feature.GATE_GIVEN_BOUNDED, Feature.FP32_GATE, Feature.BETA_UP_TO_TWO})
 
 TRITON: tuple[Rule, ...] = (
-    Rule(67, 0, Variant(4, 128, 4, 8, 2, gluon=True), "unmeasured", GLUON_LACKS),
-    Rule(0, 0, Variant(4, 64, 4, 4, 3, gluon=True), "unmeasured", GLUON_LACKS),
-    Rule(0, 0, Variant(1, 64, 2, 4, 3), "unmeasured"),
+    Rule(67, 0, Variant(4, 128, 4, 8, 2, gluon=True), "fallback: design.md section 5", GLUON_LACKS),
+    Rule(0, 0, Variant(4, 64, 4, 4, 3, gluon=True), "fallback: design.md section 5", GLUON_LACKS),
+    Rule(0, 0, Variant(1, 64, 2, 4, 3), "fallback: design.md section 5"),
 )
 
 TORCH: tuple[Rule, ...] = (

@@ -1,4 +1,4 @@
-"""Sequence lengths to steps and workspace tiles: on the host for the plan, on the device for kernels.
+"""Sequence lengths to steps and workspace tiles: on the host for plans, on the device for kernels.
 
 A step covers C tokens of one sequence and owns one workspace tile per value head. Step i of
 sequence n lives at tile floor(bos_n / C) + n + i: unique, because a sequence of length len takes

@@ -6,6 +6,8 @@ C = 16 takes 832 bytes a padded token and head, C = 64 takes 904.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -24,6 +26,7 @@ class Region(NamedTuple):
     dtype: torch.dtype
 
 
+# nkd, qd and kr have one shape and adjoin: a launcher may address them as one array.
 REGIONS = (
     Region("nkd", ("C", "D"), torch.bfloat16),  # -k exp(G)
     Region("qd", ("C", "D"), torch.bfloat16),  # scale q exp(G)
@@ -46,20 +49,21 @@ class Workspace(NamedTuple):
 class Placed(NamedTuple):
     region: Region
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
     start: int  # bytes
     nbytes: int
 
 
+@lru_cache(maxsize=256)
 def place(tiles: int, HV: int, step: int) -> tuple[Placed, ...]:
     """Where each region lies in the buffer."""
     sizes = {"C": step, "D": HEAD_DIM}
     placed, start = [], 0
     for region in REGIONS:
         shape = (tiles, HV, *(sizes[d] for d in region.dims))
-        nbytes = region.dtype.itemsize
-        for n in shape:
-            nbytes *= n
-        placed.append(Placed(region, shape, start, nbytes))
+        nbytes = prod(shape) * region.dtype.itemsize
+        strides = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+        placed.append(Placed(region, shape, strides, start, nbytes))
         start += -(-nbytes // ALIGNMENT) * ALIGNMENT
     return tuple(placed)
 
@@ -73,9 +77,10 @@ def size(tiles: int, HV: int, step: int) -> int:
 def carve(plan: Plan, like: Tensor) -> Workspace:
     """One uninitialised buffer on `like`'s device and current stream, and its named views."""
     buffer = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=like.device)
+    typed = {torch.bfloat16: buffer.view(torch.bfloat16), torch.float32: buffer.view(torch.float32)}
     return Workspace(
         *(
-            buffer[p.start : p.start + p.nbytes].view(p.region.dtype).view(p.shape)
+            typed[p.region.dtype].as_strided(p.shape, p.strides, p.start // p.region.dtype.itemsize)
             for p in place(plan.tiles, plan.HV, plan.step)
         )
     )

@@ -1,6 +1,7 @@
 """The Triton backend's declaration. Importing this package does not import triton."""
 
 import os
+import re
 
 from kda.contract import Device, Feature
 from kda.registry import import_failure
@@ -37,12 +38,12 @@ def available(device: Device) -> str | None:
 
 
 def gluon(device: Device) -> bool:
-    """Whether the Gluon variants can run too: on a GPU, with a Triton that they were compiled on."""
+    """Whether the Gluon variants can run: on a GPU, with a Triton that they were compiled on."""
     return device.type == "cuda" and triton_version() <= NEWEST_GLUON
 
 
 def triton_version() -> tuple[int, int]:
     import triton
 
-    major, minor = triton.__version__.split(".")[:2]
+    major, minor = re.findall(r"\d+", triton.__version__)[:2]
     return int(major), int(minor)

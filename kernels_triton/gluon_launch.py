@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kda.contract import HEAD_DIM
 from kernels_triton.gluon_ops import descriptor
 from kernels_triton.gluon_prepare import prepare_kernel
 from kernels_triton.gluon_recurrence import recurrence_kernel
@@ -16,10 +17,15 @@ if TYPE_CHECKING:
     from kda.workspace import Workspace
 
 
-def rows(x: Tensor, step: int) -> TensorDescriptor:
-    """A workspace region [tiles, HV, ..., n] as rows, `step` of them a block."""
+def rows(x: Tensor, count: int, step: int) -> TensorDescriptor:
+    """`count` rows of x's last dimension from x's first element on, `step` of them a block."""
     n = x.shape[-1]
-    return descriptor(x, [x.numel() // n, n], [n, 1], [step, n])
+    return descriptor(x, (count, n), (n, 1), (step, n))
+
+
+def operand_rows(ws: Workspace, step: int) -> TensorDescriptor:
+    """nkd, qd and kr, which adjoin, in one descriptor: each makes the host encode 128 bytes."""
+    return rows(ws.nkd, 3 * ws.nkd.numel() // HEAD_DIM, step)
 
 
 def heads_first(x: Tensor, step: int, columns: int) -> TensorDescriptor:
@@ -27,19 +33,20 @@ def heads_first(x: Tensor, step: int, columns: int) -> TensorDescriptor:
     be anything in torch, but not in TMA."""
     B, T, H, D = x.shape
     b, t, h, _ = x.stride()
-    strides = [b if B > 1 else D, h if H > 1 else D, t if T > 1 else D, 1]
-    return descriptor(x, [B, H, T, D], strides, [1, 1, step, columns])
+    strides = (b if B > 1 else D, h if H > 1 else D, t if T > 1 else D, 1)
+    return descriptor(x, (B, H, T, D), strides, (1, 1, step, columns))
 
 
 def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
     """Stage 1: fills the workspace, and zeros the rows of `out` past the last offset."""
     B, T, H, D = args.q.shape
     step = plan.step
+    count = plan.tiles * plan.HV * step
     prepare_kernel[(plan.HV, plan.tiles)](
         heads_first(args.q, step, D), heads_first(args.k, step, D), heads_first(args.g, step, D),
         args.beta, args.A_log, args.dt_bias, args.cu_seqlens, args.out, ws.nkd, ws.qd,
-        rows(ws.kr, step), rows(ws.m, step), ws.gamma, *args.beta.stride(),
-        *args.out.stride()[1:3], T, plan.N, plan.tiles // B, plan.HV, plan.HV // H,
+        operand_rows(ws, step), rows(ws.m, count, step), ws.gamma, *args.beta.stride(),
+        *args.out.stride()[1:3], count, T, plan.N, plan.tiles // B, plan.HV, plan.HV // H,
         args.lower_bound, args.scale,
         PACKED=args.cu_seqlens is not None,
         NORMALISE=args.use_qk_l2norm_in_kernel,
@@ -55,14 +62,15 @@ def recurrence(args: Args, plan: Plan, ws: Workspace) -> None:
     """Stage 2: the state over the steps of each sequence; writes `out` and `final_state`."""
     B, T, _, _ = args.q.shape
     step, v_block = plan.step, plan.variant.v_block
+    count = plan.tiles * plan.HV * step
     s0, s1 = args.initial_state, args.final_state
     recurrence_kernel[(plan.v_splits, plan.HV, plan.N)](
-        rows(ws.nkd, step), rows(ws.qd, step), rows(ws.kr, step), rows(ws.m, step),
-        rows(ws.gamma, 1), heads_first(args.v, step, v_block),
-        heads_first(args.out, step, v_block), args.out, s0, s1, args.cu_seqlens,
+        operand_rows(ws, step), rows(ws.m, count, step), rows(ws.gamma, count // step, 1),
+        heads_first(args.v, step, v_block), heads_first(args.out, step, v_block), args.out,
+        s0, s1, args.cu_seqlens,
         *args.out.stride()[:3],
         *((0,) * 4 if s0 is None else s0.stride()), *((0,) * 4 if s1 is None else s1.stride()),
-        T, plan.tiles // B, plan.HV,
+        count, T, plan.tiles // B, plan.HV,
         C=step,
         BV=v_block,
         STAGES=plan.variant.recurrence_stages,

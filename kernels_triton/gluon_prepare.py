@@ -16,40 +16,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels_triton.gluon_layouts import layouts
 from kernels_triton.gluon_ops import D, async_load, async_store, exp2, reciprocal
 from kernels_triton.ops import aligned, first_tile, sequence_bounds, sequence_of_tile
 
 C = gl.constexpr(64)
 LOG2_E = gl.constexpr(1.4426950408889634)
-
-# Elementwise work: [16 rows of a chunk, D], four rows and four channels a thread; the same with the
-# rows as four groups of four, so that a group's sum and scan stay inside a thread.
-ROWS = gl.constexpr(gl.BlockedLayout([4, 4], [1, 32], [4, 1], [1, 0]))
-GROUPS = gl.constexpr(gl.BlockedLayout([1, 4, 4], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
-CHANNELS = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(1, GROUPS.value)))
-TOTALS = gl.constexpr(gl.SliceLayout(1, GROUPS.value))  # [4 groups, D]
-NORM = gl.constexpr(gl.BlockedLayout([1, 32], [16, 2], [4, 1], [1, 0]))
-# Accumulators of 64 rows; DIAGONAL sees [64, 64] as 4 x 4 blocks of 16 x 16.
-ACC_32 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
-ACC_64 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-ACC_D = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-LEFT_64 = gl.constexpr(gl.DotOperandLayout(0, ACC_64.value, 2))
-LEFT_32 = gl.constexpr(gl.DotOperandLayout(0, ACC_32.value, 2))
-DIAGONAL = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 0, 0, 1], [0, 8, 0, 0], [0, 0, 0, 8], [0, 0, 1, 0], [0, 0, 2, 0]],
-        [[0, 0, 0, 2], [0, 0, 0, 4], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]],
-        [[1, 0, 0, 0], [2, 0, 0, 0]],
-        [],
-        [4, 16, 4, 16],
-    )
-)
-COLUMN = gl.constexpr(gl.BlockedLayout([1, 1, 16], [2, 16, 1], [4, 1, 1], [2, 1, 0]))
-PLAIN_1 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-PLAIN_2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-PLAIN_3 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-HALF_64 = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-HALF_32 = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))
 
 
 @gluon.jit
@@ -60,49 +32,55 @@ def add(a, b):
 @gluon.jit
 def zero_rows(out, first, end, i_h, out_t, out_h):
     """The rows past the last offset belong to no sequence."""
-    o_t = first + gl.arange(0, C, gl.SliceLayout(1, ROWS))
-    o_d = gl.arange(0, D, gl.SliceLayout(0, ROWS))
+    L: gl.constexpr = layouts()
+    o_t = first + gl.arange(0, C, gl.SliceLayout(1, L.rows))
+    o_d = gl.arange(0, D, gl.SliceLayout(0, L.rows))
     p_o = out + i_h * aligned(out_h, out) + o_t[:, None] * aligned(out_t, out) + o_d[None, :]
-    gl.store(p_o, gl.zeros([C, D], gl.bfloat16, ROWS), mask=(o_t < end)[:, None])
+    gl.store(p_o, gl.zeros([C, D], gl.bfloat16, L.rows), mask=(o_t < end)[:, None])
 
 
 @gluon.jit
 def zero_dead_rows(x_s, left):
     """Rows past the sequence's end hold the next sequence or anything: select, never multiply."""
-    m_t = gl.arange(0, C, gl.SliceLayout(1, ROWS)) < left
-    x_s.store(gl.where(m_t[:, None], x_s.load(ROWS), 0.0).to(gl.bfloat16))
+    L: gl.constexpr = layouts()
+    m_t = gl.arange(0, C, gl.SliceLayout(1, L.rows)) < left
+    x_s.store(gl.where(m_t[:, None], x_s.load(L.rows), 0.0).to(gl.bfloat16))
 
 
 @gluon.jit
 def chunk(x_s, p: gl.constexpr):
     """Chunk p of a [64, D] buffer as fp32 [4 groups, 4 rows, D]."""
-    b = x_s.slice(p * 16, 16, dim=0).load(ROWS)
-    return gl.convert_layout(gl.reshape(b, [4, 4, D]), GROUPS).to(gl.float32)
+    L: gl.constexpr = layouts()
+    b = x_s.slice(p * 16, 16, dim=0).load(L.rows)
+    return gl.convert_layout(gl.reshape(b, [4, 4, D]), L.groups).to(gl.float32)
 
 
 @gluon.jit
 def put_chunk(x_s, p: gl.constexpr, b_x):
     """The reverse, rounded to the buffer's dtype."""
+    L: gl.constexpr = layouts()
     b = gl.reshape(b_x.to(x_s.dtype), [16, D])
-    x_s.slice(p * 16, 16, dim=0).store(gl.convert_layout(b, ROWS))
+    x_s.slice(p * 16, 16, dim=0).store(gl.convert_layout(b, L.rows))
 
 
 @gluon.jit
 def row_factor(x_s, p: gl.constexpr):
     """Rows p * 16 to p * 16 + 15 of a [64] buffer as [4, 4, 1]."""
-    b = gl.reshape(x_s.slice(p * 16, 16, dim=0).load(gl.SliceLayout(1, ROWS)), [4, 4])
-    return gl.expand_dims(gl.convert_layout(b, gl.SliceLayout(2, GROUPS)), 2)
+    L: gl.constexpr = layouts()
+    b = gl.reshape(x_s.slice(p * 16, 16, dim=0).load(gl.SliceLayout(1, L.rows)), [4, 4])
+    return gl.expand_dims(gl.convert_layout(b, gl.SliceLayout(2, L.groups)), 2)
 
 
 @gluon.jit
 def gate_scan(g_s, total_s, p: gl.constexpr, factor, bias, left, lower_bound_log2):
     """E2 of chunk p: the gate summed inside each group of four rows; the groups' totals in log2
     units go to total_s."""
+    L: gl.constexpr = layouts()
     b_g = chunk(g_s, p)
     b_a = reciprocal(1.0 + exp2(b_g * factor + bias))
     if left < C:
-        o_g = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, GROUPS)))
-        o_r = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, GROUPS)))
+        o_g = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, L.groups)))
+        o_r = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, L.groups)))
         o_c = p * 16 + gl.expand_dims(o_g, 1) * 4 + gl.expand_dims(o_r, 0)
         b_a = gl.where(gl.expand_dims(o_c < left, 2), b_a, 0.0)
     total_s.slice(p * 4, 4, dim=0).store(gl.sum(b_a, axis=1) * lower_bound_log2)
@@ -113,11 +91,12 @@ def gate_scan(g_s, total_s, p: gl.constexpr, factor, bias, left, lower_bound_log
 def chunk_total(total_s, p: gl.constexpr):
     """(log2 decay of chunk p [1, D], what each group's sums miss to count from the pair's anchor
     [4, D])."""
-    b_0 = total_s.slice(p * 4, 1, dim=0).load(TOTALS)
-    b_1 = total_s.slice(p * 4 + 1, 1, dim=0).load(TOTALS)
-    b_2 = total_s.slice(p * 4 + 2, 1, dim=0).load(TOTALS)
-    b_3 = total_s.slice(p * 4 + 3, 1, dim=0).load(TOTALS)
-    o_g = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, TOTALS)), 1)
+    L: gl.constexpr = layouts()
+    b_0 = total_s.slice(p * 4, 1, dim=0).load(L.totals)
+    b_1 = total_s.slice(p * 4 + 1, 1, dim=0).load(L.totals)
+    b_2 = total_s.slice(p * 4 + 2, 1, dim=0).load(L.totals)
+    b_3 = total_s.slice(p * 4 + 3, 1, dim=0).load(L.totals)
+    o_g = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, L.totals)), 1)
     b_off = gl.where(o_g > 0, b_0, 0.0) + gl.where(o_g > 1, b_1, 0.0) + gl.where(o_g > 2, b_2, 0.0)
     b_t = b_0 + b_1 + b_2 + b_3
     if p % 2 == 0:
@@ -128,34 +107,35 @@ def chunk_total(total_s, p: gl.constexpr):
 @gluon.jit
 def diagonal_inverse(b_L):
     """The inverses of I + L's four diagonal 16 x 16 blocks, in place in a [64, 64] of zeros."""
-    l_s = gl.allocate_shared_memory(gl.float32, [4, 16, 16], PLAIN_3)
-    x_s = gl.allocate_shared_memory(gl.float32, [4, 16, 16], PLAIN_3)
-    o_b = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, DIAGONAL))))
-    o_d = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, DIAGONAL))))
+    L: gl.constexpr = layouts()
+    l_s = gl.allocate_shared_memory(gl.float32, [4, 16, 16], L.plain_3)
+    x_s = gl.allocate_shared_memory(gl.float32, [4, 16, 16], L.plain_3)
+    o_b = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L.diagonal))))
+    o_d = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L.diagonal))))
     o_b = gl.expand_dims(gl.expand_dims(gl.expand_dims(o_b, 1), 2), 3)
     o_d = gl.expand_dims(gl.expand_dims(gl.expand_dims(o_d, 0), 1), 3)
-    b_blocks = gl.convert_layout(gl.reshape(b_L, [4, 16, 4, 16]), DIAGONAL)
+    b_blocks = gl.convert_layout(gl.reshape(b_L, [4, 16, 4, 16]), L.diagonal)
     l_s.permute([0, 2, 1]).store(gl.sum(gl.where(o_b == o_d, b_blocks, 0.0), axis=2))
-    o_i = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, COLUMN)))
-    o_c = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, COLUMN)))
+    o_i = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, L.column)))
+    o_c = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, L.column)))
     o_i = gl.expand_dims(gl.expand_dims(o_i, 0), 1)
     o_c = gl.expand_dims(gl.expand_dims(o_c, 0), 2)
-    b_X = gl.where(o_i == o_c, 1.0, 0.0) + gl.zeros([4, 16, 16], gl.float32, COLUMN)
+    b_X = gl.where(o_i == o_c, 1.0, 0.0) + gl.zeros([4, 16, 16], gl.float32, L.column)
     for j in gl.static_range(15):
-        b_l = l_s.slice(j, 1, dim=1).load(COLUMN)
+        b_l = l_s.slice(j, 1, dim=1).load(L.column)
         b_j = gl.where(o_i == j, b_X.to(gl.int32, bitcast=True), 0)
         b_j = gl.expand_dims(gl.xor_sum(b_j, axis=2).to(gl.float32, bitcast=True), 2)
         b_X = b_X - gl.where(o_i > j, b_l * b_j, 0.0)
     x_s.store(b_X)
-    b_X = gl.expand_dims(x_s.permute([0, 2, 1]).load(gl.SliceLayout(2, DIAGONAL)), 2)
+    b_X = gl.expand_dims(x_s.permute([0, 2, 1]).load(gl.SliceLayout(2, L.diagonal)), 2)
     b_X = gl.where(o_b == o_d, b_X, 0.0)
-    return gl.convert_layout(gl.reshape(b_X, [C, C]), ACC_64)
+    return gl.convert_layout(gl.reshape(b_X, [C, C]), L.acc_64)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "beta_b", "beta_t", "beta_h", "out_t", "out_h", "T", "N", "NT", "HV", "GROUP",
-        "lower_bound", "scale",
+        "beta_b", "beta_t", "beta_h", "out_t", "out_h", "region_rows", "T", "N", "NT", "HV",
+        "GROUP", "lower_bound", "scale",
     ]
 )  # fmt: skip
 def prepare_kernel(
@@ -167,15 +147,17 @@ def prepare_kernel(
     cu_seqlens,  # [N + 1] int32 | int64
     out,  # [B, T, HV, V] bf16: only rows past the last offset are written here
     nkd, qd,  # [tiles, HV, C, K] bf16
-    kr,  # descriptor of [tiles * HV * C, K] bf16, block [C, K]
+    operands,  # descriptor of nkd, qd and kr in turn, [tiles * HV * C, K] bf16 each, block [C, K]
     m,  # descriptor of [tiles * HV * C, C] bf16, block [C, C]
     gamma,  # [tiles, HV, K] fp32
-    beta_b, beta_t, beta_h, out_t, out_h, T, N, NT, HV, GROUP, lower_bound, scale,
+    beta_b, beta_t, beta_h, out_t, out_h,
+    region_rows, T, N, NT, HV, GROUP, lower_bound, scale,  # region_rows = tiles * HV * C
     PACKED: gl.constexpr,
     NORMALISE: gl.constexpr,
     HAS_A_LOG: gl.constexpr,
     HAS_DT_BIAS: gl.constexpr,
 ):  # fmt: skip
+    L: gl.constexpr = layouts()
     i_h = gl.program_id(0)
     i_tile = gl.program_id(1)
     if PACKED:
@@ -213,9 +195,9 @@ def prepare_kernel(
     g_s = g_s.reshape([C, D])
 
     # scalars and rows while the copies run
-    o_r = gl.arange(0, C, gl.SliceLayout(1, ACC_64))
-    o_c = gl.arange(0, C, gl.SliceLayout(0, ACC_64))
-    o_d = gl.arange(0, D, CHANNELS)
+    o_r = gl.arange(0, C, gl.SliceLayout(1, L.acc_64))
+    o_c = gl.arange(0, C, gl.SliceLayout(0, L.acc_64))
+    o_d = gl.arange(0, D, L.channels)
     p_beta = beta + i_b * beta_b.to(gl.int64) + i_h * beta_h.to(gl.int64)
     p_beta += (bos + i_t).to(gl.int64) * beta_t
     b_row = gl.load(p_beta + o_r * beta_t.to(gl.int64), mask=o_r < left, other=0.0).to(gl.float32)
@@ -228,33 +210,33 @@ def prepare_kernel(
     if HAS_DT_BIAS:
         bias = gl.load(dt_bias + i_h * D + o_d) * factor
     else:
-        bias = gl.zeros([D], gl.float32, CHANNELS)
+        bias = gl.zeros([D], gl.float32, L.channels)
     bias = gl.expand_dims(gl.expand_dims(bias, 0), 1)
     lb2 = lower_bound * LOG2_E
 
     # E1
-    q_norm = gl.allocate_shared_memory(gl.float32, [C], PLAIN_1)
-    k_norm = gl.allocate_shared_memory(gl.float32, [C], PLAIN_1)
+    q_norm = gl.allocate_shared_memory(gl.float32, [C], L.plain_1)
+    k_norm = gl.allocate_shared_memory(gl.float32, [C], L.plain_1)
     mbarrier.wait(bar.index(0), 0)
     if left < C:
         zero_dead_rows(q_s, left)
         zero_dead_rows(k_s, left)
     if NORMALISE:
-        b_q2 = gl.zeros([C], gl.float32, gl.SliceLayout(1, NORM))
-        b_k2 = gl.zeros([C], gl.float32, gl.SliceLayout(1, NORM))
+        b_q2 = gl.zeros([C], gl.float32, gl.SliceLayout(1, L.norm))
+        b_k2 = gl.zeros([C], gl.float32, gl.SliceLayout(1, L.norm))
         for i in gl.static_range(2):
-            b_x = q_s.slice(i * 64, 64, dim=1).load(NORM).to(gl.float32)
+            b_x = q_s.slice(i * 64, 64, dim=1).load(L.norm).to(gl.float32)
             b_q2 += gl.sum(b_x * b_x, axis=1)
-            b_x = k_s.slice(i * 64, 64, dim=1).load(NORM).to(gl.float32)
+            b_x = k_s.slice(i * 64, 64, dim=1).load(L.norm).to(gl.float32)
             b_k2 += gl.sum(b_x * b_x, axis=1)
         q_norm.store(gl.rsqrt(b_q2 + 1e-6) * scale)
         k_norm.store(gl.rsqrt(b_k2 + 1e-6))
     else:
-        q_norm.store(gl.full([C], 1.0, gl.float32, gl.SliceLayout(1, NORM)) * scale)
-        k_norm.store(gl.full([C], 1.0, gl.float32, gl.SliceLayout(1, NORM)))
+        q_norm.store(gl.full([C], 1.0, gl.float32, gl.SliceLayout(1, L.norm)) * scale)
+        k_norm.store(gl.full([C], 1.0, gl.float32, gl.SliceLayout(1, L.norm)))
 
     # E2, and the chunks' decays D_p >= e^-80
-    total_s = gl.allocate_shared_memory(gl.float32, [16, D], PLAIN_2)
+    total_s = gl.allocate_shared_memory(gl.float32, [16, D], L.plain_2)
     mbarrier.wait(bar.index(1), 0)
     b_a0 = gate_scan(g_s, total_s, 0, factor, bias, left, lb2)
     b_a1 = gate_scan(g_s, total_s, 1, factor, bias, left, lb2)
@@ -272,15 +254,15 @@ def prepare_kernel(
     gl.store(gamma + w // C * D + gl.expand_dims(o_d, 0), (b_D0 * b_D1) * (b_D2 * b_D3))
 
     # E5, elementwise: rows times exp(G - anchor) stay in q_s and k_s, k exp(anchor - G) replaces g
-    kx_s = gl.allocate_shared_memory(gl.bfloat16, [32, D], HALF_64)
-    kr_s = gl.allocate_shared_memory(gl.float16, [C, D], HALF_64)
+    kx_s = gl.allocate_shared_memory(gl.bfloat16, [32, D], L.swizzled_64)
+    kr_s = gl.allocate_shared_memory(gl.float16, [C, D], L.swizzled_64)
     b_D01 = gl.expand_dims(b_D0 * b_D1, 1)
     b_D0 = gl.expand_dims(b_D0, 1)
     b_D1 = gl.expand_dims(b_D1, 1)
     b_D2 = gl.expand_dims(b_D2, 1)
     b_D3 = gl.expand_dims(b_D3, 1)
-    o_g = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, GROUPS))), 1)
-    o_4 = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, GROUPS))), 0)
+    o_g = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, L.groups))), 1)
+    o_4 = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, L.groups))), 0)
     p_w = w * D + gl.expand_dims((o_g * 4 + o_4) * D, 2)
     p_w += gl.expand_dims(gl.expand_dims(o_d, 0), 1)
     for p in gl.static_range(4):
@@ -313,8 +295,8 @@ def prepare_kernel(
             put_chunk(kx_s, p, b_k)
         put_chunk(kr_s, p, b_k * b_D3)
     fence_async_shared()
-    zero = gl.zeros([C, C], gl.float32, ACC_64)
-    zero_32 = gl.zeros([C, 32], gl.float32, ACC_32)
+    zero = gl.zeros([C, C], gl.float32, L.acc_64)
+    zero_32 = gl.zeros([C, 32], gl.float32, L.acc_32)
     b_L = warpgroup_mma(k_s, g_s.permute([1, 0]), zero, use_acc=False, is_async=True)
     b_M = warpgroup_mma(q_s, g_s.permute([1, 0]), zero, use_acc=False, is_async=True)
     b_L, b_M = warpgroup_mma_wait(0, [b_L, b_M])
@@ -326,42 +308,42 @@ def prepare_kernel(
     paired = (o_r[:, None] >> 5) == (o_c[None, :] >> 5)
     b_L = gl.where(paired & (o_r[:, None] > o_c[None, :]), b_L * b_row[:, None], 0.0)
     b_M = gl.where(paired & (o_r[:, None] >= o_c[None, :]), b_M, 0.0).to(gl.float16)
-    o_x = gl.arange(0, C, gl.SliceLayout(1, ACC_32))
-    b_row32 = gl.convert_layout(b_row, gl.SliceLayout(1, ACC_32))
+    o_x = gl.arange(0, C, gl.SliceLayout(1, L.acc_32))
+    b_row32 = gl.convert_layout(b_row, gl.SliceLayout(1, L.acc_32))
     b_LX = gl.where(o_x[:, None] >= 32, b_LX * b_row32[:, None], 0.0).to(gl.float16)
     b_MX = gl.where(o_x[:, None] >= 32, b_MX, 0.0).to(gl.float16)
-    n_s = gl.allocate_shared_memory(gl.float16, [C, C], HALF_64)
-    nx_s = gl.allocate_shared_memory(gl.float16, [C, 32], HALF_32)
+    n_s = gl.allocate_shared_memory(gl.float16, [C, C], L.swizzled_64)
+    nx_s = gl.allocate_shared_memory(gl.float16, [C, 32], L.swizzled_32)
     n_s.store(gl.where((o_r[:, None] >> 4) != (o_c[None, :] >> 4), b_L, 0.0).to(gl.float16))
     nx_s.store(b_LX)
 
     # (I + L)^-1: with X the inverse of diagonal blocks and N what joins two of them, X - X N X
     b_X = diagonal_inverse(b_L)
     b_Xh = b_X.to(gl.float16)
-    x_s = gl.allocate_shared_memory(gl.float16, [C, C], HALF_64)
+    x_s = gl.allocate_shared_memory(gl.float16, [C, C], L.swizzled_64)
     x_s.store(b_Xh)
     fence_async_shared()
-    b_W = warpgroup_mma(gl.convert_layout(b_Xh, LEFT_64), n_s, zero, use_acc=False)
-    b_W = warpgroup_mma(gl.convert_layout(b_W.to(gl.float16), LEFT_64), x_s, zero, use_acc=False)
+    b_W = warpgroup_mma(gl.convert_layout(b_Xh, L.left_64), n_s, zero, use_acc=False)
+    b_W = warpgroup_mma(gl.convert_layout(b_W.to(gl.float16), L.left_64), x_s, zero, use_acc=False)
     b_X = b_X - b_W
     b_Xh = b_X.to(gl.float16)
     x_s.store(b_Xh)
     fence_async_shared()
-    b_W = warpgroup_mma(gl.convert_layout(b_Xh, LEFT_32), nx_s, zero_32, use_acc=False)
+    b_W = warpgroup_mma(gl.convert_layout(b_Xh, L.left_32), nx_s, zero_32, use_acc=False)
     b_W = warpgroup_mma(
-        gl.convert_layout(b_W.to(gl.float16), LEFT_64), x_s.slice(0, 32, dim=0), zero,
+        gl.convert_layout(b_W.to(gl.float16), L.left_64), x_s.slice(0, 32, dim=0), zero,
         use_acc=False,
     )  # fmt: skip
 
     # E6
-    a_s = gl.allocate_shared_memory(gl.float16, [C, C], HALF_64)
+    a_s = gl.allocate_shared_memory(gl.float16, [C, C], L.swizzled_64)
     a_s.store(((b_X - b_W) * b_col[None, :]).to(gl.float16))
     fence_async_shared()
-    zero_d = gl.zeros([C, D], gl.float32, ACC_D)
+    zero_d = gl.zeros([C, D], gl.float32, L.acc_d)
     b_kr = warpgroup_mma(a_s.permute([1, 0]), kr_s, zero_d, use_acc=False, is_async=True)
-    b_M = warpgroup_mma(gl.convert_layout(b_M, LEFT_64), a_s, zero, use_acc=False, is_async=True)
+    b_M = warpgroup_mma(gl.convert_layout(b_M, L.left_64), a_s, zero, use_acc=False, is_async=True)
     b_M = warpgroup_mma(
-        gl.convert_layout(b_MX, LEFT_64), a_s.slice(0, 32, dim=0), b_M, is_async=True
+        gl.convert_layout(b_MX, L.left_64), a_s.slice(0, 32, dim=0), b_M, is_async=True
     )
     b_kr, b_M = warpgroup_mma_wait(0, [b_kr, b_M])
     # Triton 3.6 gave wrong, timing-dependent rows of M' and kr' without these: an asynchronous
@@ -372,11 +354,11 @@ def prepare_kernel(
     n_s._keep_alive()
     nx_s._keep_alive()
     kx_s._keep_alive()
-    kr_o = gl.allocate_shared_memory(gl.bfloat16, [C, D], HALF_64)
-    m_o = gl.allocate_shared_memory(gl.bfloat16, [C, C], HALF_64)
+    kr_o = gl.allocate_shared_memory(gl.bfloat16, [C, D], L.swizzled_64)
+    m_o = gl.allocate_shared_memory(gl.bfloat16, [C, C], L.swizzled_64)
     kr_o.store(b_kr.to(gl.bfloat16))
     m_o.store(b_M.to(gl.bfloat16))
     fence_async_shared()
-    async_store(kr, [w.to(gl.int32), 0], kr_o)
+    async_store(operands, [2 * region_rows + w.to(gl.int32), 0], kr_o)
     async_store(m, [w.to(gl.int32), 0], m_o)
     tma.store_wait(0)

@@ -20,8 +20,9 @@ from kernels_triton.ops import aligned, first_tile, sequence_bounds
 
 @gluon.jit
 def load_steps(
-    nkd, qd, kr, m, gamma, v, nkd_s, qd_s, kr_s, m_s, gamma_s, v_s, full, empty,
-    steps, i_tile, i_b, i_h, i_v, bos, HV, C: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
+    operands, m, gamma, v, nkd_s, qd_s, kr_s, m_s, gamma_s, v_s, full, empty,
+    steps, i_tile, i_b, i_h, i_v, bos, region_rows, HV,
+    C: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The producer warp: what the first products need comes first."""
     for i in range(steps):
@@ -30,11 +31,11 @@ def load_steps(
         bar = full.index(s)
         mbarrier.expect(bar, C * D * 2 * 3 + C * C * 2 + C * BV * 2 + D * 4)
         i_w = (i_tile + i) * HV + i_h
-        async_load(nkd, [i_w * C, 0], bar, nkd_s.index(s))
+        async_load(operands, [i_w * C, 0], bar, nkd_s.index(s))
         async_load(v, [i_b, i_h, bos + i * C, i_v * BV], bar, v_s.index(s))
-        async_load(qd, [i_w * C, 0], bar, qd_s.index(s))
+        async_load(operands, [region_rows + i_w * C, 0], bar, qd_s.index(s))
         async_load(gamma, [i_w, 0], bar, gamma_s.index(s))
-        async_load(kr, [i_w * C, 0], bar, kr_s.index(s))
+        async_load(operands, [2 * region_rows + i_w * C, 0], bar, kr_s.index(s))
         async_load(m, [i_w * C, 0], bar, m_s.index(s))
 
 
@@ -122,16 +123,17 @@ def advance_steps(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["out_b", "out_t", "out_h", "T", "NT", "HV"])
+@gluon.jit(do_not_specialize=["out_b", "out_t", "out_h", "region_rows", "T", "NT", "HV"])
 def recurrence_kernel(
-    nkd, qd, kr,  # descriptors of [tiles * HV * C, K] bf16, block [C, K]
+    operands,  # descriptor of nkd, qd and kr in turn, [tiles * HV * C, K] bf16 each, block [C, K]
     m,  # descriptor of [tiles * HV * C, C] bf16, block [C, C]
     gamma,  # descriptor of [tiles * HV, K] fp32, block [1, K]
     v, o,  # descriptors of [B, HV, T, V] bf16, block [1, 1, C, BV]
     out,  # [B, T, HV, V] bf16, what `o` describes: a tail is stored with a mask
     initial_state, final_state,  # [N, HV, V, K] fp32 | bf16
     cu_seqlens,  # [N + 1] int32 | int64
-    out_b, out_t, out_h, s0_n, s0_h, s0_v, s0_k, s1_n, s1_h, s1_v, s1_k, T, NT, HV,
+    out_b, out_t, out_h, s0_n, s0_h, s0_v, s0_k, s1_n, s1_h, s1_v, s1_k,
+    region_rows, T, NT, HV,  # region_rows = tiles * HV * C
     C: gl.constexpr,
     BV: gl.constexpr,
     STAGES: gl.constexpr,
@@ -153,9 +155,9 @@ def recurrence_kernel(
         length = T
         i_tile = i_n * NT
     steps = (length + C - 1) // C
-    nkd_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, D], nkd.layout)
-    qd_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, D], qd.layout)
-    kr_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, D], kr.layout)
+    nkd_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, D], operands.layout)
+    qd_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, D], operands.layout)
+    kr_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, D], operands.layout)
     m_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], m.layout)
     v_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, C, BV], v.layout)
     gamma_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, D], gamma.layout)
@@ -179,8 +181,8 @@ def recurrence_kernel(
             (
                 load_steps,
                 (
-                    nkd, qd, kr, m, gamma, v, nkd_s, qd_s, kr_s, m_s, gamma_s, v_s, full, empty,
-                    steps, i_tile, i_b, i_h, i_v, bos, HV, C, BV, STAGES,
+                    operands, m, gamma, v, nkd_s, qd_s, kr_s, m_s, gamma_s, v_s, full, empty,
+                    steps, i_tile, i_b, i_h, i_v, bos, region_rows, HV, C, BV, STAGES,
                 ),
             ),
         ],

@@ -10,7 +10,7 @@ import torch
 
 import kda
 from kda import check, device, planner, portable, registry, tuning, workspace
-from kda.contract import Args, Feature, Plan, Variant
+from kda.contract import HEAD_DIM, Args, Feature, Plan, Variant
 from kernels_triton import FEATURES
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -23,8 +23,8 @@ class Target(NamedTuple):
 
     def supports(self, case: Any) -> bool:
         features = {"torch": portable.FEATURES, "triton": FEATURES}[self.backend]
-        needs = {"softplus": Feature.GATE_SOFTPLUS, "given": Feature.GATE_GIVEN}.get(case.gate)
-        return (needs is None or needs in features) and (case.small or not self.interpreted)
+        needs = Feature.GATE_GIVEN if case.computed else Feature.GATE_SOFTPLUS
+        return (case.gate != "soft" or needs in features) and (case.small or not self.interpreted)
 
     def run(self, call: dict[str, Any], **more: Any) -> Any:
         """`kda.prefill` with a final state, unless told otherwise."""
@@ -64,18 +64,44 @@ def target(request: pytest.FixtureRequest) -> Target:
     return request.param
 
 
+class Shipped(NamedTuple):
+    """One variant that the planner may choose, and how."""
+
+    backend: str
+    variant: Variant
+    lacks: frozenset[Feature] = frozenset()
+
+    def __str__(self) -> str:
+        v = self.variant
+        language = "gluon" if v.gluon else "plain"
+        return f"{self.backend}-{language}-{v.step}x{v.v_block}"
+
+
+SHIPPED = [
+    *(Shipped("torch", Variant(chunks, HEAD_DIM)) for chunks in (1, 2, 4)),
+    *(Shipped("triton", rule.variant, rule.lacks) for rule in tuning.RULES["triton"]),
+]
+
+
 @pytest.fixture
-def force_variant(monkeypatch: pytest.MonkeyPatch) -> Any:
+def force(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes the planner take one variant for every problem until the test ends."""
 
-    def force(backend: str, variant: Variant) -> None:
-        rules = (tuning.Rule(0, 0, variant, "forced by a test"),)
-        monkeypatch.setitem(tuning.RULES, backend, rules)
+    def force(shipped: Shipped) -> None:
+        rule = tuning.Rule(0, 0, shipped.variant, "forced by a test", shipped.lacks)
+        monkeypatch.setitem(tuning.RULES, shipped.backend, (rule,))
         planner.plan.cache_clear()
 
     yield force
     monkeypatch.undo()
     planner.plan.cache_clear()
+
+
+@pytest.fixture(params=SHIPPED, ids=str)
+def shipped(request: pytest.FixtureRequest, force: Any) -> Shipped:
+    """Every variant in turn, forced."""
+    force(request.param)
+    return request.param
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -88,15 +114,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     dropped = []
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        target, case = params.get("target"), params.get("case")
-        if target is not None and (
-            params.get("backend", target.backend) != target.backend
+        target, case, shipped = (params.get(x) for x in ("target", "case", "shipped"))
+        if (target is not None) and (
+            (shipped is not None and shipped.backend != target.backend)
+            or (shipped is not None and shipped.variant.gluon and target.interpreted)
             or (case is not None and not target.supports(case))
-            or (target.interpreted and case is None and not item.get_closest_marker("small"))
+            or (case is None and target.interpreted and not item.get_closest_marker("small"))
         ):
             dropped.append(item)
         elif item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
     if dropped:
-        items[:] = [x for x in items if x not in dropped]
+        gone = set(dropped)
+        items[:] = [x for x in items if x not in gone]
         config.hook.pytest_deselected(items=dropped)

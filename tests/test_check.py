@@ -192,6 +192,11 @@ WRONG_VALUES = {
         ["v", "positive", "0 elements for heads"],
     ),
     "g_expanded_tokens": ({"g": g[:, :1].expand(g.shape)}, ["g", "0 elements for T"]),
+    "q_expanded_batch": (
+        dense(B=2, q=q.expand(2, -1, -1, -1))
+        | dict.fromkeys(("cu_seqlens", "initial_state", "final_state", "out")),
+        ["q", "positive", "0 elements for B"],
+    ),
     "q_misaligned": ({"q": shifted(q, 4)}, ["q", "address", "16 bytes"]),
     "out_misaligned": ({"out": shifted(v, 1)}, ["out", "address", "16 bytes"]),
     "A_log_strided": ({"A_log": zeros(HV, 2, dtype=FP32)[:, 0]}, ["A_log", "contiguous", "(2,)"]),
@@ -426,6 +431,10 @@ RIGHT = {
         "q": torch.as_strided(zeros(T, H, 128), (1, T, H, 128), (3, H * 128, 128, 1)),
         "out": torch.as_strided(zeros(T, HV, 128), (1, T, HV, 128), (0, HV * 128, 128, 1)),
     },
+    "no_initial_state": {"initial_state": None},
+    "wild_stride_of_a_batch_of_one_column": {
+        "out": columns(0, HV).as_strided((1, T, HV, 128), (1, fused.shape[2], 128, 1)),
+    },
     "padded_heads": {"k": padded_rows(q, 8), "g": padded_rows(g, 4)},
     "one_fused_buffer": {
         "q": columns(0, H),
@@ -544,6 +553,21 @@ def test_features_tell_grouped_values_and_packing(packed, grouped):
     _, problem = to_problem(dense(B=1, **heads, **offsets_given))
     assert (Feature.PACKED in problem.features) is packed
     assert (Feature.GROUPED_VALUES in problem.features) is grouped
+
+
+@pytest.mark.parametrize(
+    ("changes", "feature", "needed"),
+    [
+        ({}, Feature.FP32_GATE, False),
+        ({"g": g}, Feature.FP32_GATE, True),
+        ({}, Feature.BETA_UP_TO_TWO, False),
+        ({"allow_neg_eigval": True}, Feature.BETA_UP_TO_TWO, True),
+        ({"use_beta_sigmoid_in_kernel": False}, Feature.BETA_UP_TO_TWO, True),
+    ],
+)
+def test_features_tell_a_wide_gate_and_a_beta_that_may_pass_one(changes, feature, needed):
+    _, problem = to_problem(dense(B=1, **changes))
+    assert (feature in problem.features) is needed
 
 
 @pytest.mark.parametrize(

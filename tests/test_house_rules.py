@@ -6,10 +6,10 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
-import tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("kda", "kernels_triton", "kernels_cute")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from timeit import timeit
 
 import pytest
@@ -10,6 +11,7 @@ import kda
 from kda import planner, tuning, workspace
 from kda.contract import Device, Feature, Offer, Plan, Problem, Variant
 
+ROOT = Path(__file__).resolve().parent.parent
 NEEDS = frozenset({Feature.GATE_BOUNDED, Feature.PACKED})
 ALL = frozenset(Feature)
 CUTE_OUT = Offer("cute", ALL, "no compiler")
@@ -132,11 +134,24 @@ def test_the_first_rule_that_applies_wins_and_the_reason_has_its_source(
 @pytest.mark.parametrize("backend", tuning.RULES)
 def test_some_rule_applies_to_every_call(backend):
     last = tuning.RULES[backend][-1]
-    assert (last.min_programs, last.min_mean_len) == (0, 0)
+    assert (last.min_programs, last.min_mean_len, last.lacks) == (0, 0, frozenset())
+    assert not last.variant.gluon
     for rule in tuning.RULES[backend]:
         assert rule.variant.chunks_per_step in (1, 2, 4)
         assert 128 % rule.variant.v_block == 0
-        assert rule.source.startswith(("bench/results/", "fallback: "))
+        measured = rule.source.startswith("bench/results/") and (ROOT / rule.source).is_file()
+        assert measured or rule.source.startswith("fallback: "), f"{rule.source!r} is no source"
+
+
+@pytest.mark.parametrize("feature", [None, *Feature])
+@pytest.mark.parametrize("gluon", [True, False])
+def test_a_variant_is_given_to_no_call_that_its_rule_or_the_device_excludes(feature, gluon):
+    features = frozenset({feature} if feature else ())
+    for lens in ((8192,), (64,) * 100):
+        plan = planner.plan(problem(lens, features=features), (TRITON._replace(gluon=gluon),))
+        rules = [r for r in tuning.RULES["triton"] if r.variant == plan.variant]
+        assert any(not r.lacks & features for r in rules)
+        assert gluon or not plan.variant.gluon
 
 
 def test_plans_of_many_lengths_do_not_pile_up():

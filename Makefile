@@ -1,0 +1,45 @@
+# `make demo` and `make test` set up what they need in virtual environments of this directory.
+# An active environment with torch and triton is used by the GPU targets, which install nothing.
+PYTHON ?= python3
+BIN := .venv/bin
+OLDEST := .venv-oldest/bin
+PIP_FLAGS := --quiet --disable-pip-version-check
+
+.PHONY: demo test test-oldest gpu-test bench lint clean
+.DELETE_ON_ERROR:
+
+demo: .venv/ready  ## a real prefill over FILES (default: this repository's documents)
+	$(BIN)/python -m kda $(FILES)
+
+# The interpreter replaces the compiler in a whole process, so it has one of its own.
+test: .venv/ready  ## everything that needs no GPU, on the newest supported Triton
+	$(BIN)/python -m pytest -m "not gpu"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "not gpu" tests/test_prefill.py tests/test_stages.py tests/test_inputs.py
+
+test-oldest: .venv-oldest/ready  ## the kernels on the oldest supported Triton
+	$(OLDEST)/python -m pytest -m "not gpu" tests/test_compile.py
+	TRITON_INTERPRET=1 $(OLDEST)/python -m pytest -m "not gpu" tests/test_stages.py
+
+gpu-test:  ## on a Hopper GPU, with the active Python's torch and triton
+	$(PYTHON) -m pytest -m gpu
+
+bench:  ## on a Hopper GPU; ARGS="--cases ... --providers ..."
+	$(PYTHON) -m bench prefill $(ARGS)
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv .venv-oldest
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
+	touch $@
+
+.venv-oldest/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-oldest
+	$(OLDEST)/python -m pip install $(PIP_FLAGS) -c constraints.txt 'triton==3.6.0' 'numpy<2.4' torch pytest
+	touch $@

@@ -1,0 +1,70 @@
+"""Every Triton and Gluon variant that a plan can name compiles for sm_90, without a GPU."""
+
+import pytest
+import torch
+
+from kda import check, planner, tuning, workspace
+from kda.contract import Offer
+from kernels_triton import FEATURES, launch
+from tests.cases import Case, make_inputs
+from tests.conftest import INTERPRETED, KEYWORDS
+from tests.sm90 import compiling, sass
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter replaces the compiler")
+
+VARIANTS = list(dict.fromkeys(rule.variant for rule in tuning.TRITON))
+OFFERS = (Offer("triton", FEATURES, None, gluon=True),)
+
+# Between them: dense and packed, all state combinations and dtypes, both gate forms, both gate
+# dtypes, grouped values, with and without the optional parameters.
+BF16 = torch.bfloat16
+PLAIN = {"g_dtype": BF16, "beta_dtype": BF16}
+CALLS = {
+    "packed": Case("packed", (70, 0, 33), H=1, HV=2, **PLAIN),
+    "dense": Case("dense", (70, 70), packed=False, state_dtype=None, **PLAIN),
+    "bare": Case(
+        "bare", (70,), state_dtype=BF16, cu_dtype=torch.int32, g_dtype=BF16,
+        flags=(
+            ("A_log", None), ("dt_bias", None), ("use_qk_l2norm_in_kernel", False),
+            ("state_v_first", False),
+        ),
+    ),
+    "given": Case("given_gate", (70,), "weak"),
+    "neg_eigval": Case("neg_eigval", (70,), flags=(("allow_neg_eigval", True),)),
+}  # fmt: skip
+
+
+def compile_call(variant, call, final_state, force_variant):
+    args, problem = check.to_problem(
+        **{**KEYWORDS, **make_inputs(call), "output_final_state": final_state}
+    )
+    force_variant("triton", variant)
+    plan = planner.plan(problem, OFFERS)
+    with compiling() as kernels:
+        launch.launch(workspace.allocate_outputs(args), plan, workspace.carve(plan, args.q))
+    return kernels
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_a_variant_compiles_for_every_kind_of_call_without_spilling(
+    variant, call, force_variant, tmp_path
+):
+    rule = next(r for r in tuning.TRITON if r.variant == variant)
+    _, problem = check.to_problem(**{**KEYWORDS, **make_inputs(CALLS[call])})
+    if rule.lacks & problem.features:
+        pytest.skip("no plan pairs them")
+    prepare, recurrence = compile_call(variant, CALLS[call], call != "dense", force_variant)
+    # a few saved registers outside the loops are harmless; spilled accumulators take 500 bytes up
+    assert sass(prepare, tmp_path).stack <= 96
+    assert sass(recurrence, tmp_path).stack <= 96
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.gluon], ids=str)
+def test_the_recurrence_waits_for_its_products_only_where_the_source_does(
+    variant, force_variant, tmp_path
+):
+    _, recurrence = compile_call(variant, CALLS["packed"], True, force_variant)
+    found = sass(recurrence, tmp_path)
+    assert found.wgmma == 24  # 8 + 8 for x and o, 4 + 4 for the state and o, 64 tokens a step
+    assert found.wgmma_waits == 3
