@@ -24,7 +24,7 @@ BACKENDS = {
     "torch": ("kda.portable", "kda.portable"),
 }
 
-# Who may take an "auto" call, in order. "torch" is the default of the CPU, no fallback for any other
+# Who may take an "auto" call, in order. "torch" is the CPU's default, no fallback for any other
 # device: slow paths are asked for.
 AUTO_ON_CPU = ("torch",)
 AUTO = ("cute", "triton")

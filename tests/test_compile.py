@@ -2,17 +2,17 @@
 
 import pytest
 import torch
+from cases import Case, make_inputs
+from conftest import INTERPRETED, KEYWORDS, SHIPPED
+from sm90 import compiling, sass
 
-from kda import check, planner, tuning, workspace
+from kda import check, planner, workspace
 from kda.contract import Offer
 from kernels_triton import FEATURES, launch
-from tests.cases import Case, make_inputs
-from tests.conftest import INTERPRETED, KEYWORDS
-from tests.sm90 import compiling, sass
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter replaces the compiler")
 
-VARIANTS = list(dict.fromkeys(rule.variant for rule in tuning.TRITON))
+VARIANTS = [x for x in SHIPPED if x.backend == "triton"]
 OFFERS = (Offer("triton", FEATURES, None, gluon=True),)
 
 # Between them: dense and packed, all state combinations and dtypes, both gate forms, both gate
@@ -34,12 +34,13 @@ CALLS = {
 }  # fmt: skip
 
 
-def compile_call(variant, call, final_state, force_variant):
+def compile_call(shipped, call, final_state, force):
+    force(shipped)
     args, problem = check.to_problem(
         **{**KEYWORDS, **make_inputs(call), "output_final_state": final_state}
     )
-    force_variant("triton", variant)
     plan = planner.plan(problem, OFFERS)
+    assert plan.variant == shipped.variant
     with compiling() as kernels:
         launch.launch(workspace.allocate_outputs(args), plan, workspace.carve(plan, args.q))
     return kernels
@@ -47,24 +48,19 @@ def compile_call(variant, call, final_state, force_variant):
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_a_variant_compiles_for_every_kind_of_call_without_spilling(
-    variant, call, force_variant, tmp_path
-):
-    rule = next(r for r in tuning.TRITON if r.variant == variant)
+def test_a_variant_compiles_for_every_kind_of_call_without_spilling(variant, call, force, tmp_path):
     _, problem = check.to_problem(**{**KEYWORDS, **make_inputs(CALLS[call])})
-    if rule.lacks & problem.features:
+    if variant.lacks & problem.features:
         pytest.skip("no plan pairs them")
-    prepare, recurrence = compile_call(variant, CALLS[call], call != "dense", force_variant)
+    prepare, recurrence = compile_call(variant, CALLS[call], call != "dense", force)
     # a few saved registers outside the loops are harmless; spilled accumulators take 500 bytes up
     assert sass(prepare, tmp_path).stack <= 96
     assert sass(recurrence, tmp_path).stack <= 96
 
 
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.gluon], ids=str)
-def test_the_recurrence_waits_for_its_products_only_where_the_source_does(
-    variant, force_variant, tmp_path
-):
-    _, recurrence = compile_call(variant, CALLS["packed"], True, force_variant)
+@pytest.mark.parametrize("variant", [x for x in VARIANTS if x.variant.gluon], ids=str)
+def test_the_recurrence_waits_for_its_products_only_where_the_source_does(variant, force, tmp_path):
+    _, recurrence = compile_call(variant, CALLS["packed"], True, force)
     found = sass(recurrence, tmp_path)
     assert found.wgmma == 24  # 8 + 8 for x and o, 4 + 4 for the state and o, 64 tokens a step
     assert found.wgmma_waits == 3

@@ -17,6 +17,7 @@ H200 = Device("cuda", 0, "NVIDIA H200", (9, 0), 132)
 A100 = Device("cuda", 0, "NVIDIA A100", (8, 0), 108)
 CPU = Device("cpu", 0, "cpu", (0, 0), 2)
 XPU = Device("xpu", 0, "xpu", (0, 0), 1)
+KERNELS = ["cute", "triton"]
 DENSE = Problem(1, 64, 2, 2, 1, False, (64,), frozenset({Feature.GATE_BOUNDED}))
 
 
@@ -53,7 +54,12 @@ def names(offers) -> list[str]:
 
 @pytest.mark.parametrize(
     ("device", "expected"),
-    [(H200, ["cute", "triton"]), (A100, ["cute", "triton"]), (CPU, ["torch"]), (XPU, [])],
+    [(H200, KERNELS), (A100, KERNELS), (CPU, ["torch"]), (XPU, KERNELS)],
+        (H200, ["cute", "triton"]),
+        (A100, ["cute", "triton"]),
+        (CPU, ["torch"]),
+        (XPU, ["cute", "triton"]),
+    ],
 )
 def test_auto_never_offers_torch_for_a_gpu_nor_kernels_for_the_cpu(device, expected):
     assert names(registry.offers("auto", device)) == expected
