@@ -8,6 +8,7 @@ from kda.contract import HEAD_DIM
 from kernels_triton.gluon_ops import descriptor
 from kernels_triton.gluon_prepare import prepare_kernel
 from kernels_triton.gluon_recurrence import recurrence_kernel
+from kernels_triton.launcher import Launcher, strides
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
     from kda.contract import Args, Plan
     from kda.workspace import Workspace
+
+launch_prepare = Launcher(prepare_kernel, settled="q k g out nkd qd operands m gamma")
+launch_recurrence = Launcher(recurrence_kernel, settled="operands m gamma v o out")
 
 
 def rows(x: Tensor, count: int, step: int) -> TensorDescriptor:
@@ -42,18 +46,23 @@ def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
     B, T, H, D = args.q.shape
     step = plan.step
     count = plan.tiles * plan.HV * step
-    prepare_kernel[(plan.HV, plan.tiles)](
-        heads_first(args.q, step, D), heads_first(args.k, step, D), heads_first(args.g, step, D),
-        args.beta, args.A_log, args.dt_bias, args.cu_seqlens, args.out, ws.nkd, ws.qd,
-        operand_rows(ws, step), rows(ws.m, count, step), ws.gamma, *args.beta.stride(),
-        *args.out.stride()[1:3], count, T, plan.N, plan.tiles // B, plan.HV, plan.HV // H,
-        args.lower_bound, args.scale,
-        PACKED=args.cu_seqlens is not None,
-        NORMALISE=args.use_qk_l2norm_in_kernel,
-        HAS_A_LOG=args.A_log is not None,
-        HAS_DT_BIAS=args.dt_bias is not None,
+    launch_prepare(
+        (plan.HV, plan.tiles, 1),
+        (
+            heads_first(args.q, step, D), heads_first(args.k, step, D),
+            heads_first(args.g, step, D), args.beta, args.A_log, args.dt_bias, args.cu_seqlens,
+            args.out, ws.nkd, ws.qd, operand_rows(ws, step), rows(ws.m, count, step), ws.gamma,
+            *args.beta.stride(), *args.out.stride()[1:3], count, T, plan.N, plan.tiles // B,
+            plan.HV, plan.HV // H, args.lower_bound, args.scale,
+        ),
+        {
+            "PACKED": args.cu_seqlens is not None,
+            "NORMALISE": args.use_qk_l2norm_in_kernel,
+            "HAS_A_LOG": args.A_log is not None,
+            "HAS_DT_BIAS": args.dt_bias is not None,
+        },
         num_warps=plan.variant.prepare_warps,
-        maxnreg=168,
+        maxnreg=168,  # three programs an SM
         enable_fp_fusion=True,
     )  # fmt: skip
 
@@ -64,19 +73,23 @@ def recurrence(args: Args, plan: Plan, ws: Workspace) -> None:
     step, v_block = plan.step, plan.variant.v_block
     count = plan.tiles * plan.HV * step
     s0, s1 = args.initial_state, args.final_state
-    recurrence_kernel[(plan.v_splits, plan.HV, plan.N)](
-        operand_rows(ws, step), rows(ws.m, count, step), rows(ws.gamma, count // step, 1),
-        heads_first(args.v, step, v_block), heads_first(args.out, step, v_block), args.out,
-        s0, s1, args.cu_seqlens,
-        *args.out.stride()[:3],
-        *((0,) * 4 if s0 is None else s0.stride()), *((0,) * 4 if s1 is None else s1.stride()),
-        count, T, plan.tiles // B, plan.HV,
-        C=step,
-        BV=v_block,
-        STAGES=plan.variant.recurrence_stages,
-        PACKED=args.cu_seqlens is not None,
-        HAS_INITIAL=s0 is not None,
-        HAS_FINAL=s1 is not None,
+    launch_recurrence(
+        (plan.v_splits, plan.HV, plan.N),
+        (
+            operand_rows(ws, step), rows(ws.m, count, step), rows(ws.gamma, count // step, 1),
+            heads_first(args.v, step, v_block), heads_first(args.out, step, v_block), args.out,
+            s0, s1, args.cu_seqlens, *strides(s0), *strides(s1), *args.out.stride()[:3],
+            count, T, plan.tiles // B, plan.HV,
+        ),
+        {
+            "C": step,
+            "BV": v_block,
+            "STAGES": plan.variant.recurrence_stages,
+            "PACKED": args.cu_seqlens is not None,
+            "HAS_INITIAL": s0 is not None,
+            "HAS_FINAL": s1 is not None,
+            "WARPS": plan.variant.recurrence_warps,
+        },
         num_warps=plan.variant.recurrence_warps,
         enable_fp_fusion=True,
     )  # fmt: skip

@@ -150,8 +150,12 @@ def prepare_kernel(
     operands,  # descriptor of nkd, qd and kr in turn, [tiles * HV * C, K] bf16 each, block [C, K]
     m,  # descriptor of [tiles * HV * C, C] bf16, block [C, C]
     gamma,  # [tiles, HV, K] fp32
-    beta_b, beta_t, beta_h, out_t, out_h,
-    region_rows, T, N, NT, HV, GROUP, lower_bound, scale,  # region_rows = tiles * HV * C
+    beta_b: gl.int64, beta_t: gl.int64, beta_h: gl.int64,
+    out_t: gl.int64, out_h: gl.int64,
+    region_rows: gl.int32,  # tiles * HV * C
+    T: gl.int32, N: gl.int32, NT: gl.int32, HV: gl.int32,
+    GROUP: gl.int32,  # HV / H
+    lower_bound: gl.float32, scale: gl.float32,
     PACKED: gl.constexpr,
     NORMALISE: gl.constexpr,
     HAS_A_LOG: gl.constexpr,
@@ -198,10 +202,10 @@ def prepare_kernel(
     o_r = gl.arange(0, C, gl.SliceLayout(1, L.acc_64))
     o_c = gl.arange(0, C, gl.SliceLayout(0, L.acc_64))
     o_d = gl.arange(0, D, L.channels)
-    p_beta = beta + i_b * beta_b.to(gl.int64) + i_h * beta_h.to(gl.int64)
+    p_beta = beta + i_b * beta_b + i_h * beta_h
     p_beta += (bos + i_t).to(gl.int64) * beta_t
-    b_row = gl.load(p_beta + o_r * beta_t.to(gl.int64), mask=o_r < left, other=0.0).to(gl.float32)
-    b_col = gl.load(p_beta + o_c * beta_t.to(gl.int64), mask=o_c < left, other=0.0).to(gl.float32)
+    b_row = gl.load(p_beta + o_r * beta_t, mask=o_r < left, other=0.0).to(gl.float32)
+    b_col = gl.load(p_beta + o_c * beta_t, mask=o_c < left, other=0.0).to(gl.float32)
     b_row = reciprocal(1.0 + exp2(b_row * -LOG2_E))
     b_col = reciprocal(1.0 + exp2(b_col * -LOG2_E))
     factor = gl.full([], -LOG2_E, gl.float32)

@@ -69,11 +69,6 @@ def advance_steps(
         s = i % STAGES
         mbarrier.wait(full.index(s), (i // STAGES) & 1)
         b_v = v_s.index(s).reshape([C, BV]).permute([1, 0])
-        left = length - i * C
-        if left < C:
-            # v holds the next sequence's rows or dead ones there, and 0 * NaN would enter the state
-            o_c = gl.arange(0, C, gl.SliceLayout(0, ACC_X))
-            b_v.store(gl.where((o_c < left)[None, :], b_v.load(ACC_X), 0.0).to(gl.bfloat16))
         b_x = warpgroup_mma(
             b_Sb, nkd_s.index(s).permute([1, 0]), zero, use_acc=False, is_async=True
         )
@@ -90,7 +85,12 @@ def advance_steps(
         b_x = warpgroup_mma_wait(1, [b_x])
         # after the wait: changing an accumulator while products fly makes ptxas wait for them all
         b_S = b_S * b_gamma[None, :]
-        b_u = gl.convert_layout((b_v.load(ACC_X).to(gl.float32) + b_x).to(gl.bfloat16), LEFT_S)
+        b_u = (b_v.load(ACC_X).to(gl.float32) + b_x).to(gl.bfloat16)
+        if length - i * C < C:
+            # v holds the next sequence's rows or dead ones there, and 0 * NaN would enter the state
+            o_c = gl.arange(0, C, gl.SliceLayout(0, ACC_X))
+            b_u = gl.where((o_c < length - i * C)[None, :], b_u, 0.0).to(gl.bfloat16)
+        b_u = gl.convert_layout(b_u, LEFT_S)
         b_S = warpgroup_mma(b_u, kr_s.index(s), b_S, is_async=True)
         b_new = warpgroup_mma(
             gl.convert_layout(b_u, LEFT_X), m_s.index(s).permute([1, 0]), b_new, is_async=True
@@ -132,15 +132,17 @@ def recurrence_kernel(
     out,  # [B, T, HV, V] bf16, what `o` describes: a tail is stored with a mask
     initial_state, final_state,  # [N, HV, V, K] fp32 | bf16
     cu_seqlens,  # [N + 1] int32 | int64
-    out_b, out_t, out_h, s0_n, s0_h, s0_v, s0_k, s1_n, s1_h, s1_v, s1_k,
-    region_rows, T, NT, HV,  # region_rows = tiles * HV * C
+    s0_n, s0_h, s0_v, s0_k, s1_n, s1_h, s1_v, s1_k,
+    out_b: gl.int64, out_t: gl.int64, out_h: gl.int64,
+    region_rows: gl.int32,  # tiles * HV * C
+    T: gl.int32, NT: gl.int32, HV: gl.int32,
     C: gl.constexpr,
     BV: gl.constexpr,
     STAGES: gl.constexpr,
     PACKED: gl.constexpr,
     HAS_INITIAL: gl.constexpr,
     HAS_FINAL: gl.constexpr,
-    num_warps: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     i_v = gl.program_id(0)
     i_h = gl.program_id(1)
@@ -175,7 +177,7 @@ def recurrence_kernel(
                     o, out, initial_state, final_state, nkd_s, qd_s, kr_s, m_s, gamma_s, v_s, o_s,
                     full, empty, steps, length, i_b, i_h, i_v, i_n, bos, out_b, out_t, out_h,
                     s0_n, s0_h, s0_v, s0_k, s1_n, s1_h, s1_v, s1_k,
-                    C, BV, STAGES, num_warps, HAS_INITIAL, HAS_FINAL,
+                    C, BV, STAGES, WARPS, HAS_INITIAL, HAS_FINAL,
                 ),
             ),
             (

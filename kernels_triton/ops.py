@@ -35,10 +35,10 @@ def reciprocal(x, INTERPRET: tl.constexpr):
 
 @triton.jit
 def aligned(stride, ptr):
-    """`stride` [elements of ptr] in int64. The checks found whole 16-byte lines: saying so here
-    keeps loads wide whatever the argument was specialised to."""
+    """`stride` [elements of ptr, int64]. The checks found whole 16-byte lines: saying so here keeps
+    loads wide without specialising the argument."""
     LINE: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
-    return (stride // LINE * LINE).to(tl.int64)
+    return stride // LINE * LINE
 
 
 @triton.jit

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kda.contract import Gate
+from kernels_triton.launcher import INTERPRET, Launcher, strides
 from kernels_triton.prepare import prepare_kernel
 from kernels_triton.recurrence import recurrence_kernel
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from kda.contract import Args, Plan
     from kda.workspace import Workspace
 
-INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+launch_prepare = Launcher(prepare_kernel, settled="q k out nkd qd kr m gamma")
+launch_recurrence = Launcher(recurrence_kernel, settled="nkd qd kr m gamma v o out")
 
 
 def rows(x: Tensor, step: int) -> TensorDescriptor:
@@ -38,20 +39,24 @@ def heads_first(x: Tensor, step: int, v_block: int) -> TensorDescriptor:
 def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
     """Stage 1: fills the workspace, and zeros the rows of `out` past the last offset."""
     B, T, H, _ = args.q.shape
-    in_kernel = args.gate in (Gate.BOUNDED, Gate.SOFTPLUS)
-    prepare_kernel[(plan.HV, plan.tiles)](
-        args.q, args.k, args.g, args.beta, args.A_log, args.dt_bias, args.cu_seqlens, args.out,
-        *ws, *args.q.stride()[:3], *args.k.stride()[:3], *args.g.stride()[:3], *args.beta.stride(),
-        *args.out.stride()[1:3], T, plan.N, plan.tiles // B, plan.HV, plan.HV // H,
-        args.lower_bound, args.scale,
-        CHUNKS=plan.variant.chunks_per_step,
-        PACKED=args.cu_seqlens is not None,
-        NORM=args.use_qk_l2norm_in_kernel,
-        GATE_IN_KERNEL=in_kernel,
-        HAS_A_LOG=args.A_log is not None,
-        HAS_DT_BIAS=args.dt_bias is not None,
-        BETA_SCALE=args.use_beta_sigmoid_in_kernel * (1 + args.allow_neg_eigval),
-        INTERPRET=INTERPRET,
+    launch_prepare(
+        (plan.HV, plan.tiles, 1),
+        (
+            args.q, args.k, args.g, args.beta, args.A_log, args.dt_bias, args.cu_seqlens, args.out,
+            *ws, *args.q.stride()[:3], *args.k.stride()[:3], *args.g.stride()[:3],
+            *args.beta.stride(), *args.out.stride()[1:3], T, plan.N, plan.tiles // B, plan.HV,
+            plan.HV // H, args.lower_bound, args.scale,
+        ),
+        {
+            "CHUNKS": plan.variant.chunks_per_step,
+            "PACKED": args.cu_seqlens is not None,
+            "NORM": args.use_qk_l2norm_in_kernel,
+            "GATE_IN_KERNEL": args.gate is Gate.BOUNDED,
+            "HAS_A_LOG": args.A_log is not None,
+            "HAS_DT_BIAS": args.dt_bias is not None,
+            "BETA_SCALE": args.use_beta_sigmoid_in_kernel * (1 + args.allow_neg_eigval),
+            "INTERPRET": INTERPRET,
+        },
         num_warps=plan.variant.prepare_warps,
         enable_fp_fusion=True,
     )  # fmt: skip
@@ -62,19 +67,23 @@ def recurrence(args: Args, plan: Plan, ws: Workspace) -> None:
     B, T, _, _ = args.q.shape
     step, v_block = plan.step, plan.variant.v_block
     s0, s1 = args.initial_state, args.final_state
-    recurrence_kernel[(plan.v_splits, plan.HV, plan.N)](
-        rows(ws.nkd, step), rows(ws.qd, step), rows(ws.kr, step), rows(ws.m, step), ws.gamma,
-        heads_first(args.v, step, v_block), heads_first(args.out, step, v_block), args.out,
-        s0, s1, args.cu_seqlens, *args.out.stride()[:3],
-        *((0,) * 4 if s0 is None else s0.stride()), *((0,) * 4 if s1 is None else s1.stride()),
-        T, plan.tiles // B, plan.HV,
-        C=step,
-        BV=v_block,
-        STAGES=plan.variant.recurrence_stages,
-        PACKED=args.cu_seqlens is not None,
-        HAS_INITIAL=s0 is not None,
-        HAS_FINAL=s1 is not None,
-        INTERPRET=INTERPRET,
+    launch_recurrence(
+        (plan.v_splits, plan.HV, plan.N),
+        (
+            rows(ws.nkd, step), rows(ws.qd, step), rows(ws.kr, step), rows(ws.m, step), ws.gamma,
+            heads_first(args.v, step, v_block), heads_first(args.out, step, v_block), args.out,
+            s0, s1, args.cu_seqlens, *strides(s0), *strides(s1), *args.out.stride()[:3],
+            T, plan.tiles // B, plan.HV,
+        ),
+        {
+            "C": step,
+            "BV": v_block,
+            "STAGES": plan.variant.recurrence_stages,
+            "PACKED": args.cu_seqlens is not None,
+            "HAS_INITIAL": s0 is not None,
+            "HAS_FINAL": s1 is not None,
+            "INTERPRET": INTERPRET,
+        },
         num_warps=plan.variant.recurrence_warps,
         enable_fp_fusion=True,
     )  # fmt: skip

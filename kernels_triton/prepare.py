@@ -107,8 +107,14 @@ def prepare_kernel(
     kr,  # [tiles, HV, C, K] bf16
     m,  # [tiles, HV, C, C] bf16
     gamma,  # [tiles, HV, K] fp32
-    q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, out_t, out_h,
-    T, N, NT, HV, GROUP, lower_bound, scale,
+    q_b: tl.int64, q_t: tl.int64, q_h: tl.int64,
+    k_b: tl.int64, k_t: tl.int64, k_h: tl.int64,
+    g_b: tl.int64, g_t: tl.int64, g_h: tl.int64,
+    beta_b: tl.int64, beta_t: tl.int64, beta_h: tl.int64,
+    out_t: tl.int64, out_h: tl.int64,
+    T: tl.int32, N: tl.int32, NT: tl.int32, HV: tl.int32,
+    GROUP: tl.int32,  # HV / H
+    lower_bound: tl.float32, scale: tl.float32,
     CHUNKS: tl.constexpr,
     PACKED: tl.constexpr,
     NORM: tl.constexpr,
@@ -150,7 +156,7 @@ def prepare_kernel(
     p_k += o_t[:, None] * aligned(k_t, k) + o_d[None, :]
     p_g = g + i_b * aligned(g_b, g) + i_h * aligned(g_h, g)
     p_g += o_t[:, None] * aligned(g_t, g) + o_d[None, :]
-    p_beta = beta + i_b * beta_b.to(tl.int64) + i_h * beta_h + o_t * beta_t.to(tl.int64)
+    p_beta = beta + i_b * beta_b + i_h * beta_h + o_t * beta_t
     b_g = tl.load(p_g, mask=m_td, other=0.0).to(tl.float32)
     b_k = tl.load(p_k, mask=m_td, other=0.0).to(tl.float32)
     b_q = tl.load(p_q, mask=m_td, other=0.0).to(tl.float32)

@@ -46,7 +46,9 @@ def recurrence_kernel(
     out,  # [B, T, HV, V] bf16, what `o` describes: a tail is stored with a mask
     initial_state, final_state,  # [N, HV, V, K] fp32 | bf16
     cu_seqlens,  # [N + 1] int32 | int64
-    out_b, out_t, out_h, s0_n, s0_h, s0_v, s0_k, s1_n, s1_h, s1_v, s1_k, T, NT, HV,
+    s0_n, s0_h, s0_v, s0_k, s1_n, s1_h, s1_v, s1_k,
+    out_b: tl.int64, out_t: tl.int64, out_h: tl.int64,
+    T: tl.int32, NT: tl.int32, HV: tl.int32,
     C: tl.constexpr,
     BV: tl.constexpr,
     STAGES: tl.constexpr,
@@ -58,7 +60,7 @@ def recurrence_kernel(
     i_v = tl.program_id(0)
     i_h = tl.program_id(1)
     i_n = tl.program_id(2)
-    o_v = (i_v * BV + tl.arange(0, BV))[:, None]
+    o_v = (i_v * BV + tl.arange(0, BV))[:, None].to(tl.int64)
     o_k = tl.arange(0, D)[None, :]
     if PACKED:
         i_b = 0

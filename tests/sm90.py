@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from unittest import mock
@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from kernels_triton import gluon_launch, plain_launch
+from kernels_triton.launcher import Launcher
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,29 +36,18 @@ class Sm90Driver:
         return 0
 
 
-class CompileOnly:
-    def __init__(self, kernel, compiled: list) -> None:
-        self.kernel, self.compiled = kernel, compiled
-
-    def __getitem__(self, grid):
-        def run(*args, **kwargs) -> None:
-            self.compiled.append(self.kernel.warmup(*args, grid=grid, **kwargs))
-
-        return run
-
-
 @contextmanager
 def compiling() -> Iterator[list]:
-    """Within it the launchers compile in place of launching; yields the compiled kernels."""
+    """Within it launches compile and do no more; yields the compiled kernels."""
     compiled: list = []
+
+    def compile_only(self, grid, args, constants, **options) -> None:
+        compiled.append(self.kernel.warmup(*args, grid=grid, **constants, **options))
+
     before = driver._active
     driver.set_active(Sm90Driver())
     try:
-        with ExitStack() as patches:
-            for module in (plain_launch, gluon_launch):
-                for name in ("prepare_kernel", "recurrence_kernel"):
-                    stand_in = CompileOnly(getattr(module, name), compiled)
-                    patches.enter_context(mock.patch.object(module, name, stand_in))
+        with mock.patch.object(Launcher, "__call__", compile_only):
             yield compiled
     finally:
         driver._active = before

@@ -1,0 +1,69 @@
+"""Launches without Triton's front end, which binds and specialises some 40 arguments each time."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+MOST = 256  # kernels remembered; strange strides of states could make more
+
+
+class Launcher:
+    """One kernel, remembered as compiled for each key of what its code can depend on: the
+    compile-time constants and options, the device, and of every argument that Triton specialises
+    its type, its alignment or, if it is an integer, itself. Left out are the arguments in `settled`,
+    whose dtype and alignment never vary; integers that are not specialised have fixed types."""
+
+    def __init__(self, kernel: Any, settled: str) -> None:
+        self.kernel = kernel
+        self.compiled: dict[Hashable, Any] = {}
+        params = () if INTERPRET else kernel.params
+        self.specialised = [
+            i
+            for i, p in enumerate(params)
+            if not (p.is_constexpr or p.do_not_specialize or p.name in settled.split())
+        ]
+
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        args: tuple[Any, ...],
+        constants: dict[str, Any],
+        **options: Any,
+    ) -> None:
+        """`args` are the kernel's first parameters, `constants` the constexpr ones after them."""
+        if INTERPRET:
+            self.kernel[grid](*args, **constants)
+            return
+        key = (
+            torch.cuda.current_device(),
+            *constants.values(),
+            *options.values(),
+            *[trait(args[i]) for i in self.specialised],
+        )
+        compiled = self.compiled.get(key)
+        if compiled is not None:
+            compiled[grid](*args, *constants.values())
+            return
+        if len(self.compiled) >= MOST:
+            self.compiled.clear()
+        self.compiled[key] = self.kernel[grid](*args, **constants, **options)
+
+
+def trait(x: Any) -> Hashable:
+    """What code may depend on: of a tensor its dtype and whether whole 16-byte lines can be read,
+    of a descriptor its dtype (its block is a constant), an integer itself."""
+    if isinstance(x, torch.Tensor):
+        return x.dtype, x.data_ptr() % 16 == 0
+    return x if x is None or isinstance(x, int) else x.base.dtype
+
+
+def strides(state: torch.Tensor | None) -> tuple[int, ...]:
+    """Of an optional [N, HV, V, K]; its kernel does not use them without one."""
+    return (0,) * 4 if state is None else state.stride()
