@@ -4,6 +4,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 OLDEST := .venv-oldest/bin
 PIP_FLAGS := --quiet --disable-pip-version-check
+# The interpreter replaces the compiler in a whole process, so it has one of its own; its small NumPy
+# products only suffer from threads.
+INTERPRETED := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
 .PHONY: demo test test-oldest gpu-test bench lint clean
 .DELETE_ON_ERROR:
@@ -11,14 +14,13 @@ PIP_FLAGS := --quiet --disable-pip-version-check
 demo: .venv/ready  ## a real prefill over FILES (default: this repository's documents)
 	$(BIN)/python -m kda $(FILES)
 
-# The interpreter replaces the compiler in a whole process, so it has one of its own.
 test: .venv/ready  ## everything that needs no GPU, on the newest supported Triton
 	$(BIN)/python -m pytest -m "not gpu"
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "not gpu" tests/test_prefill.py tests/test_stages.py tests/test_inputs.py
+	$(INTERPRETED) $(BIN)/python -m pytest -m "not gpu" tests/test_prefill.py tests/test_stages.py tests/test_inputs.py
 
 test-oldest: .venv-oldest/ready  ## the kernels on the oldest supported Triton
 	$(OLDEST)/python -m pytest -m "not gpu" tests/test_compile.py
-	TRITON_INTERPRET=1 $(OLDEST)/python -m pytest -m "not gpu" tests/test_stages.py
+	$(INTERPRETED) $(OLDEST)/python -m pytest -m "not gpu" tests/test_stages.py
 
 gpu-test:  ## on a Hopper GPU, with the active Python's torch and triton
 	$(PYTHON) -m pytest -m gpu

@@ -17,8 +17,8 @@ MOST = 256  # kernels remembered; strange strides of states could make more
 class Launcher:
     """One kernel, remembered as compiled for each key of what its code can depend on: the
     compile-time constants and options, the device, and of every argument that Triton specialises
-    its type, its alignment or, if it is an integer, itself. Left out are the arguments in `settled`,
-    whose dtype and alignment never vary; integers that are not specialised have fixed types."""
+    its type, its alignment or, if it is an integer, itself. The arguments named in `settled` are
+    left out: their dtype and alignment never vary. Other integers have fixed types."""
 
     def __init__(self, kernel: Any, settled: str) -> None:
         self.kernel = kernel

@@ -117,7 +117,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         target, case, shipped = (params.get(x) for x in ("target", "case", "shipped"))
         if (target is not None) and (
             (shipped is not None and shipped.backend != target.backend)
-            or (shipped is not None and shipped.variant.gluon and target.interpreted)
+            or (shipped is not None and target.interpreted and (shipped.variant.gluon or case))
             or (case is not None and not target.supports(case))
             or (case is None and target.interpreted and not item.get_closest_marker("small"))
         ):

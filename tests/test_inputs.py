@@ -40,7 +40,7 @@ def test_1_one_state_row_lands_in_the_right_place_in_both_layouts(target):
     case = Case("layout", (130,), "weak", packed=False, H=1, HV=1)
     call = make_inputs(case, target.device)
     call["initial_state"] = torch.zeros_like(call["initial_state"])
-    call["initial_state"][..., 3, :] = torch.randn(HEAD_DIM, device=target.device)
+    call["initial_state"][..., 3, :] = call["v"][0, 0, 0].float()
     o, final = holds(target, call)
     transposed = call["initial_state"].mT.contiguous()
     o_kv, final_kv = target.run(call | {"initial_state": transposed, "state_v_first": False})
@@ -77,7 +77,7 @@ def test_4_an_empty_first_sequence_gets_no_stale_state(target):
     call = make_inputs(Case("stale", (0, 64), "weak"), target.device)
     other = make_inputs(Case("other", (64, 0), "none"), target.device)
     del call["initial_state"]
-    for _ in range(1000 if target.device == "cuda" else 20):
+    for _ in range(1000 if target.backend == "triton" else 20):
         target.run(other)
         assert not target.run(call)[1][0].any()
 
@@ -212,7 +212,8 @@ def test_14_the_given_scale_is_used(scale, target):
 
 @pytest.mark.small
 def test_15_post_sigmoid_beta_in_fp32_is_not_rounded_on_the_way(target):
-    call = make_inputs(Case("beta", (1,), "none", H=1, HV=1, state_dtype=None), target.device)
+    case = Case("beta", (1,), "none", H=1, HV=1, beta_dtype=FP32, state_dtype=None)
+    call = make_inputs(case, target.device)
     beta = torch.full_like(call["beta"], 1 + 2.0**-9)  # 1 in bf16
     state = target.run(call | {"beta": beta, "use_beta_sigmoid_in_kernel": False})[1]
     ones = torch.ones_like(beta)
@@ -290,22 +291,22 @@ def test_20_odd_offsets_stay_in_bounds(offsets, target):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("T", "H"), [(131072, 132)], ids=["T*H*128 above 2^31, and so are all byte offsets"]
-)
-def test_21_large_offsets_do_not_wrap(T, H, target):
+def test_21_large_offsets_do_not_wrap(target):
     if target.backend == "torch":
         pytest.skip("PyTorch's own indexing")
-    if torch.cuda.mem_get_info()[0] < 80 << 30:
-        pytest.skip("needs 80 GB")
-    call = {"lower_bound": -5.0, "use_gate_in_kernel": False}
-    tile = make_inputs(Case("tile", (T,), "weak", packed=False, H=4, HV=4), target.device)
-    for name in TOKENS:  # the same four heads again and again
-        call[name] = tile[name].to(BF16).repeat(1, 1, H // 4, *[1] * (tile[name].dim() - 3))
+    T, H = 131072, 132
+    assert T * H * HEAD_DIM > 2**31  # elements of q, k, v, g, out and of a workspace region each
+    if torch.cuda.mem_get_info()[0] < 64 << 30:
+        pytest.skip("needs 64 GB of GPU memory")
+    part = make_inputs(Case("part", (T,), "weak", H=4, HV=4, state_dtype=None), target.device)
+    call = dict(part)  # the same four heads again and again
+    for name in TOKENS:
+        call[name] = part[name].repeat(1, 1, H // 4, *[1] * (part[name].dim() - 3))
+    call |= {"A_log": part["A_log"].repeat(H // 4), "dt_bias": part["dt_bias"].repeat(H // 4, 1)}
     o, final = target.run(call)
-    want_o, want_final = target.run({**call, **{x: call[x][:, :, :4].contiguous() for x in TOKENS}})
-    assert_same_bits("o", o[:, :, -4:], want_o)
-    assert_same_bits("final state", final[:, -4:], want_final)
+    assert_same_bits("o", o[:, :, -4:], o[:, :, :4])
+    assert_same_bits("final state", final[:, -4:], final[:, :4])
+    assert_call(part, o[:, :, -4:], final[:, -4:])
 
 
 @pytest.mark.gpu

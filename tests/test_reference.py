@@ -148,7 +148,7 @@ def test_kv_states_are_the_transposed_vk_states():
 
 def test_a_fault_in_one_stage_does_not_hide():
     """Random gates forget a chunk's state, so a wrong gamma shows with gates that remember."""
-    call = make_inputs(Case("trap", (64,), "mixed", packed=False))
+    call = make_inputs(Case("trap", (64,), "weak", packed=False))
     (s,) = reference.sequences(**call)
     steps = reference.prepare(s)
     want = reference.recurrence(steps, s.v, s.state)[0]

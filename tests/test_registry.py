@@ -55,11 +55,6 @@ def names(offers) -> list[str]:
 @pytest.mark.parametrize(
     ("device", "expected"),
     [(H200, KERNELS), (A100, KERNELS), (CPU, ["torch"]), (XPU, KERNELS)],
-        (H200, ["cute", "triton"]),
-        (A100, ["cute", "triton"]),
-        (CPU, ["torch"]),
-        (XPU, ["cute", "triton"]),
-    ],
 )
 def test_auto_never_offers_torch_for_a_gpu_nor_kernels_for_the_cpu(device, expected):
     assert names(registry.offers("auto", device)) == expected
