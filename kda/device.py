@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -32,8 +33,18 @@ def default() -> Device:
     return facts(torch.device("cpu"))
 
 
+_thread = threading.local()
+
+
 def guard(device: torch.device) -> AbstractContextManager[object]:
     """Makes `device` current while kernels are launched, and restores the caller's."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    if not hasattr(_thread, "has_context"):
+        # A thread gets its CUDA context with its first launch. PyTorch may serve our allocations
+        # from its cache, and encoding a TMA descriptor then fails.
+        torch.zeros(1, device=device)
+        _thread.has_context = True
+    if device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)

@@ -138,7 +138,7 @@ def recurrence(args: Args, plan: Plan, ws: Workspace) -> None:
         S = ws.gamma.new_zeros(plan.N, plan.HV, HEAD_DIM, HEAD_DIM)
     else:
         S = args.initial_state[order].float()
-    o = torch.empty_like(ws.qd)  # [tiles, HV, C, V]
+    o = ws.qd.new_empty(plan.tiles + 1, *ws.qd.shape[1:])  # [tiles, HV, C, V], one for the ended
     row = torch.arange(C, device=S.device)
     for i in range(plan.max_steps):
         # The longest come first, so those still running are a prefix. A host that may read the
@@ -155,7 +155,7 @@ def recurrence(args: Args, plan: Plan, ws: Workspace) -> None:
         state = S[:running]
         operand = state.bfloat16().float().mT
         u = (v + nkd @ operand).where(live[:, None, :, None], 0).bfloat16().float()
-        o[tile] = (qd @ operand + m @ u).bfloat16()
+        o[tile.where(live[:, 0], plan.tiles)] = (qd @ operand + m @ u).bfloat16()
         ended = ~live[:, 0, None, None, None]
         state.copy_(state.where(ended, state * ws.gamma[tile][:, :, None] + u.mT @ kr))
     write_out(args, plan, at, o)

@@ -120,6 +120,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             or (shipped is not None and target.interpreted and (shipped.variant.gluon or case))
             or (case is not None and not target.supports(case))
             or (case is None and target.interpreted and not item.get_closest_marker("small"))
+            or (target.device == "cpu" and item.get_closest_marker("gpu"))
         ):
             dropped.append(item)
         elif item.get_closest_marker("gpu") and not torch.cuda.is_available():
