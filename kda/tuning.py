@@ -15,7 +15,16 @@ class Rule(NamedTuple):
     lacks: frozenset[Feature] = frozenset()  # calls with any of these go to a later rule
 
 
-GLUON_LACKS = frozenset({Feature.GATE_GIVEN_BOUNDED, Feature.FP32_GATE, Feature.BETA_UP_TO_TWO})
+# The Gluon stages serve what models with a bounded gate ask for; the plain stages everything.
+GLUON_LACKS = frozenset(
+    {
+        Feature.GATE_SOFTPLUS,
+        Feature.GATE_GIVEN_BOUNDED,
+        Feature.GATE_GIVEN,
+        Feature.FP32_GATE,
+        Feature.BETA_UP_TO_TWO,
+    }
+)
 
 TRITON: tuple[Rule, ...] = (
     Rule(67, 0, Variant(4, 128, 4, 8, 2, gluon=True), "fallback: design.md section 5", GLUON_LACKS),

@@ -6,16 +6,7 @@ import re
 from kda.contract import Device, Feature
 from kda.registry import import_failure
 
-FEATURES = frozenset(
-    {
-        Feature.GATE_BOUNDED,
-        Feature.GATE_GIVEN_BOUNDED,
-        Feature.GROUPED_VALUES,
-        Feature.PACKED,
-        Feature.FP32_GATE,
-        Feature.BETA_UP_TO_TWO,
-    }
-)
+FEATURES = frozenset(Feature)
 
 OLDEST_TRITON = (3, 6)
 NEWEST_GLUON = (3, 9)  # Gluon is experimental: only versions that CI compiled are trusted

@@ -48,10 +48,10 @@ def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
             plan.HV // H, args.lower_bound, args.scale,
         ),
         {
-            "CHUNKS": plan.variant.chunks_per_step,
             "PACKED": args.cu_seqlens is not None,
             "NORM": args.use_qk_l2norm_in_kernel,
-            "GATE_IN_KERNEL": args.gate is Gate.BOUNDED,
+            "GATE_IN_KERNEL": args.gate in (Gate.BOUNDED, Gate.SOFTPLUS),
+            "BOUNDED": args.gate in (Gate.BOUNDED, Gate.GIVEN_BOUNDED),
             "HAS_A_LOG": args.A_log is not None,
             "HAS_DT_BIAS": args.dt_bias is not None,
             "BETA_SCALE": args.use_beta_sigmoid_in_kernel * (1 + args.allow_neg_eigval),

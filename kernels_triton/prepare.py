@@ -1,9 +1,7 @@
-"""Prepare: one step of C tokens of one value head per program (README, E1 to E6).
+"""Prepare: one chunk of one value head per program (README, E1 to E6), for every call.
 
-Decays are anchored per pair of chunks, at the end of the pair's first chunk: with a bounded gate
-both exp(G - anchor) and exp(anchor - G) stay inside e^+-80, and one product serves both chunks.
-What leaves a pair is rescaled by factors <= 1, one chunk at a time, so that no intermediate
-underflows before the result does.
+More chunks a step would save the recurrence time and cost more here: without control of layouts
+the compiler spills them (measured: 32 tokens a step 1.5 times, 64 six times slower).
 """
 
 import triton
@@ -19,9 +17,10 @@ from kernels_triton.ops import (
     sequence_of_tile,
 )
 
-CHUNK = tl.constexpr(16)
+C = tl.constexpr(16)  # one chunk a step
 D = tl.constexpr(128)
 LOG2_E = tl.constexpr(1.4426950408889634)
+NO_DECAY_LEFT = tl.constexpr(-105.0)  # nats; exp(-105) is 0 in fp32, and sums stay finite
 
 
 @triton.jit
@@ -40,7 +39,7 @@ def product(a, b, SPLIT: tl.constexpr, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def invert(b_L, C: tl.constexpr, SPLIT: tl.constexpr, INTERPRET: tl.constexpr):
+def invert(b_L, SPLIT: tl.constexpr, INTERPRET: tl.constexpr):
     """(I + L)^-1 [C, C] fp32 for strictly lower L, by merging diagonal blocks: with X the inverse
     of the m-blocks and N the part of L that joins two of them, X - X N X is that of the 2m-blocks.
     Unlike a Neumann series it forms no powers of L: with |k| <= 1 and beta <= 2 every entry of
@@ -48,35 +47,68 @@ def invert(b_L, C: tl.constexpr, SPLIT: tl.constexpr, INTERPRET: tl.constexpr):
     o_r = tl.arange(0, C)[:, None]
     o_c = tl.arange(0, C)[None, :]
     b_X = tl.where(o_r == o_c, 1.0, 0.0) - tl.where(o_r // 2 == o_c // 2, b_L, 0.0)
-    for i in tl.static_range(1, 6):
-        if (1 << i) < C:  # m = 2^i
-            joins = ((o_r >> (i + 1)) == (o_c >> (i + 1))) & ((o_r >> i) != (o_c >> i))
-            b_W = product(tl.where(joins, b_L, 0.0), b_X, SPLIT, INTERPRET)
-            b_X -= product(b_X, b_W, SPLIT, INTERPRET)
+    for i in tl.static_range(1, 4):  # m = 2^i
+        joins = ((o_r >> (i + 1)) == (o_c >> (i + 1))) & ((o_r >> i) != (o_c >> i))
+        b_W = product(tl.where(joins, b_L, 0.0), b_X, SPLIT, INTERPRET)
+        b_X -= product(b_X, b_W, SPLIT, INTERPRET)
     return b_X
+
+
+@triton.jit
+def softplus(x, INTERPRET: tl.constexpr):
+    """log(1 + e^x), with the first terms of its series where 1 + e^-|x| would lose digits."""
+    b_e = exp2(tl.abs(x) * -LOG2_E, INTERPRET)
+    b_small = b_e * (1.0 - b_e * (0.5 - b_e * (1.0 / 3.0)))
+    return tl.maximum(x, 0.0) + tl.where(b_e < 0.02, b_small, tl.log2(1.0 + b_e) / LOG2_E)
 
 
 @triton.jit
 def log2_decay(
     b_g, m_t, A_log, dt_bias, i_h, o_d, lower_bound,
-    IN_KERNEL: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    IN_KERNEL: tl.constexpr, BOUNDED: tl.constexpr, HAS_A_LOG: tl.constexpr,
+    HAS_DT_BIAS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """E2 in base 2, zero in dead rows: (b_a, factor) [C, D] fp32 with log2 decay = b_a * factor."""
+    b_factor = tl.full((), LOG2_E, tl.float32)
     if IN_KERNEL:
-        b_factor = tl.full((), -LOG2_E, tl.float32)
+        b_rate = tl.full((), 1.0, tl.float32)
         if HAS_A_LOG:
-            b_factor = -LOG2_E * tl.exp(tl.load(A_log + i_h))
+            b_rate = tl.exp(tl.load(A_log + i_h))
+        b_bias = tl.zeros_like(o_d).to(tl.float32)
         if HAS_DT_BIAS:
-            b_g = b_g * b_factor + (tl.load(dt_bias + i_h * D + o_d) * b_factor)[None, :]
+            b_bias = tl.load(dt_bias + i_h * D + o_d)
+        if BOUNDED:
+            b_rate *= -LOG2_E
+            b_x = exp2(b_g * b_rate + (b_bias * b_rate)[None, :], INTERPRET)
+            b_a = reciprocal(1.0 + b_x, INTERPRET)
+            b_factor = lower_bound * LOG2_E
         else:
-            b_g *= b_factor
-        b_a = reciprocal(1.0 + exp2(b_g, INTERPRET), INTERPRET)
-        b_factor = lower_bound * LOG2_E
+            b_a = -b_rate * softplus(b_g + b_bias[None, :], INTERPRET)
     else:
-        b_a = tl.minimum(tl.maximum(b_g, lower_bound), 0.0)
-        b_factor = tl.full((), LOG2_E, tl.float32)
+        b_a = b_g
+        if BOUNDED:
+            b_a = tl.minimum(tl.maximum(b_g, lower_bound), 0.0)
+    if not BOUNDED:
+        b_a = tl.maximum(b_a, NO_DECAY_LEFT)
     return tl.where(m_t[:, None], b_a, 0.0), b_factor
+
+
+@triton.jit
+def pairs(b_q, b_k, b_G, INTERPRET: tl.constexpr):
+    """L and M of E5 without beta, scale and masks [C, C], for any gate: only differences
+    G_i - G_j <= 0 are exponentiated, one column j at a time."""
+    o_c = tl.arange(0, C)
+    b_L = tl.zeros((C, C), dtype=tl.float32)
+    b_M = tl.zeros((C, C), dtype=tl.float32)
+    for j in tl.range(C):  # a loop: unrolled it spills
+        is_j = (o_c == j)[:, None]
+        b_kj = tl.sum(tl.where(is_j, b_k, 0.0), 0)[None, :]
+        b_Gj = tl.sum(tl.where(is_j, b_G, 0.0), 0)[None, :]
+        b_kj *= exp2(tl.minimum(b_G - b_Gj, 0.0), INTERPRET)
+        at_j = o_c[None, :] == j
+        b_L = tl.where(at_j, tl.sum(b_k * b_kj, 1)[:, None], b_L)
+        b_M = tl.where(at_j, tl.sum(b_q * b_kj, 1)[:, None], b_M)
+    return b_L, b_M
 
 
 @triton.jit
@@ -115,16 +147,15 @@ def prepare_kernel(
     T: tl.int32, N: tl.int32, NT: tl.int32, HV: tl.int32,
     GROUP: tl.int32,  # HV / H
     lower_bound: tl.float32, scale: tl.float32,
-    CHUNKS: tl.constexpr,
     PACKED: tl.constexpr,
     NORM: tl.constexpr,
     GATE_IN_KERNEL: tl.constexpr,
+    BOUNDED: tl.constexpr,
     HAS_A_LOG: tl.constexpr,
     HAS_DT_BIAS: tl.constexpr,
     BETA_SCALE: tl.constexpr,  # of the sigmoid: 1, or 2 for negative eigenvalues; 0: beta given
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    C: tl.constexpr = CHUNK * CHUNKS
     i_h = tl.program_id(0)
     i_tile = tl.program_id(1)
     o_c = tl.arange(0, C)
@@ -166,66 +197,39 @@ def prepare_kernel(
 
     # E1 to E3
     if NORM:
-        b_q *= (tl.rsqrt(tl.sum(b_q * b_q, 1) + 1e-6) * scale)[:, None]
+        b_q *= tl.rsqrt(tl.sum(b_q * b_q, 1) + 1e-6)[:, None]
         b_k *= tl.rsqrt(tl.sum(b_k * b_k, 1) + 1e-6)[:, None]
-    else:
-        b_q *= scale
     if BETA_SCALE > 0:
         b_beta = BETA_SCALE * tl.sigmoid(b_beta)
     b_a, b_factor = log2_decay(
-        b_g, m_t, A_log, dt_bias, i_h, o_d, lower_bound, GATE_IN_KERNEL, HAS_A_LOG, HAS_DT_BIAS,
-        INTERPRET,
+        b_g, m_t, A_log, dt_bias, i_h, o_d, lower_bound, GATE_IN_KERNEL, BOUNDED, HAS_A_LOG,
+        HAS_DT_BIAS, INTERPRET,
     )  # fmt: skip
 
-    # E5. Per chunk p: b_c the cumulative log2 decay from its start, b_t its total.
-    b_c = tl.cumsum(tl.reshape(b_a, (CHUNKS, CHUNK, D)), 1) * b_factor
-    b_t = tl.sum(tl.reshape(b_a, (CHUNKS, CHUNK, D)), 1) * b_factor
-    o_p = tl.arange(0, CHUNKS)[:, None]
-    is_first = o_p % 2 == 0
-    b_c -= tl.where(is_first, b_t, 0.0)[:, None, :]  # G - anchor
-    b_e = exp2(b_c, INTERPRET)
-    b_q = tl.reshape(b_q, (CHUNKS, CHUNK, D)) * b_e
-    b_ki = tl.reshape(b_k, (CHUNKS, CHUNK, D)) * exp2(-b_c, INTERPRET)
-    b_k = tl.reshape(b_k, (CHUNKS, CHUNK, D)) * b_e
-    b_qA = tl.reshape(b_q, (C, D)).to(tl.bfloat16)
-    b_kA = tl.reshape(b_k, (C, D)).to(tl.bfloat16)
-    b_kI = tl.reshape(b_ki, (C, D)).to(tl.bfloat16)
-    b_L = dot(b_kA, tl.trans(b_kI), None, INTERPRET)
-    b_M = dot(b_qA, tl.trans(b_kI), None, INTERPRET)
-
-    # from the anchor to the chunk's own start (end), then over the earlier (later) chunks
-    b_start = exp2(tl.where(is_first, b_t, 0.0), INTERPRET)[:, None, :]
-    b_q *= b_start
-    b_k *= b_start
-    if CHUNKS > 1:
-        b_pairs = tl.broadcast_to(b_t[None, :, :], (CHUNKS, CHUNKS, D))
-        o_r = tl.arange(0, CHUNKS)[None, :, None]
-        b_before = tl.sum(tl.where(o_r < o_p[:, :, None], b_pairs, 0.0), 1)
-        b_after = tl.sum(tl.where(o_r > o_p[:, :, None], b_pairs, 0.0), 1)
-        b_before = exp2(b_before, INTERPRET)[:, None, :]
-        b_q *= b_before
-        b_k *= b_before
-        b_ki *= exp2(tl.where(is_first, 0.0, b_t), INTERPRET)[:, None, :]
-    if CHUNKS == 4:
-        # rows of the second pair against columns of the first, brought to the second's anchor
-        between = (o_r > o_p[:, :, None]) & (o_r < 3)
-        b_to = exp2(tl.sum(tl.where(between, b_pairs, 0.0), 1), INTERPRET)
-        b_kX = tl.reshape(b_ki * b_to[:, None, :], (C, D)).to(tl.bfloat16)
-        is_second = (o_c[:, None] >= 2 * CHUNK) & (o_c[None, :] < 2 * CHUNK)
-        b_L = tl.where(is_second, dot(b_kA, tl.trans(b_kX), None, INTERPRET), b_L)
-        b_M = tl.where(is_second, dot(b_qA, tl.trans(b_kX), None, INTERPRET), b_M)
-    if CHUNKS > 1:
-        b_ki *= exp2(b_after, INTERPRET)[:, None, :]
-    tl.store(qd + p_w, tl.reshape(b_q, (C, D)).to(tl.bfloat16))
-    tl.store(nkd + p_w, tl.reshape(-b_k, (C, D)).to(tl.bfloat16))
-    tl.store(gamma + w // C * D + o_d, exp2(tl.sum(b_t, 0), INTERPRET))
-    b_kr = tl.reshape(b_ki, (C, D)).to(tl.float16)
+    # E5. Every factor but k exp(-G) is at most 1, and that is at most e^80 with a bounded gate
+    b_G = tl.cumsum(b_a, 0) * b_factor
+    b_GC = tl.sum(b_a, 0)[None, :] * b_factor
+    b_kd = b_k * exp2(b_G, INTERPRET)
+    b_qd = b_q * exp2(b_G, INTERPRET)
+    if BOUNDED:
+        b_ki = b_k * exp2(-b_G, INTERPRET)
+        b_kr = b_ki * exp2(b_GC, INTERPRET)
+        b_kI = tl.trans(b_ki.to(tl.bfloat16))
+        b_L = dot(b_kd.to(tl.bfloat16), b_kI, None, INTERPRET)
+        b_M = dot(b_qd.to(tl.bfloat16), b_kI, None, INTERPRET)
+    else:
+        b_kr = b_k * exp2(b_GC - b_G, INTERPRET)
+        b_L, b_M = pairs(b_q, b_k, b_G, INTERPRET)
+    tl.store(nkd + p_w, (-b_kd).to(tl.bfloat16))
+    tl.store(qd + p_w, (b_qd * scale).to(tl.bfloat16))
+    tl.store(gamma + w // C * D + o_d[None, :], exp2(b_GC, INTERPRET))
     b_L = tl.where(o_c[:, None] > o_c[None, :], b_L, 0.0) * b_beta[:, None]
-    b_M = tl.where(o_c[:, None] >= o_c[None, :], b_M, 0.0).to(tl.float16)
+    b_M = (tl.where(o_c[:, None] >= o_c[None, :], b_M, 0.0) * scale).to(tl.float16)
 
     # E6. fp16 holds A and M, whose entries are bounded, better than bf16
     SPLIT: tl.constexpr = BETA_SCALE != 1
-    b_A = (invert(b_L, C, SPLIT, INTERPRET) * b_beta[None, :]).to(tl.float16)
+    b_A = (invert(b_L, SPLIT, INTERPRET) * b_beta[None, :]).to(tl.float16)
     p_m = w * C + o_c[:, None] * C + o_c[None, :]
     tl.store(m + p_m, dot(b_M, b_A, None, INTERPRET).to(tl.bfloat16))
-    tl.store(kr + p_w, dot(tl.trans(b_A), b_kr, None, INTERPRET).to(tl.bfloat16))
+    b_kr = dot(tl.trans(b_A), b_kr.to(tl.float16), None, INTERPRET)
+    tl.store(kr + p_w, b_kr.to(tl.bfloat16))
