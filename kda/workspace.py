@@ -50,6 +50,7 @@ class Placed(NamedTuple):
     region: Region
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    offset: int  # elements of its dtype
     start: int  # bytes
     nbytes: int
 
@@ -63,7 +64,8 @@ def place(tiles: int, HV: int, step: int) -> tuple[Placed, ...]:
         shape = (tiles, HV, *(sizes[d] for d in region.dims))
         nbytes = prod(shape) * region.dtype.itemsize
         strides = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
-        placed.append(Placed(region, shape, strides, start, nbytes))
+        offset = start // region.dtype.itemsize
+        placed.append(Placed(region, shape, strides, offset, start, nbytes))
         start += -(-nbytes // ALIGNMENT) * ALIGNMENT
     return tuple(placed)
 
@@ -76,13 +78,13 @@ def size(tiles: int, HV: int, step: int) -> int:
 
 def carve(plan: Plan, like: Tensor) -> Workspace:
     """One uninitialised buffer on `like`'s device and current stream, and its named views."""
-    buffer = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=like.device)
-    typed = {torch.bfloat16: buffer.view(torch.bfloat16), torch.float32: buffer.view(torch.float32)}
+    buffer = like.new_empty(plan.workspace_bytes // torch.bfloat16.itemsize, dtype=torch.bfloat16)
+    typed = {torch.bfloat16: buffer, torch.float32: buffer.view(torch.float32)}
     return Workspace(
-        *(
-            typed[p.region.dtype].as_strided(p.shape, p.strides, p.start // p.region.dtype.itemsize)
+        *[
+            typed[p.region.dtype].as_strided(p.shape, p.strides, p.offset)
             for p in place(plan.tiles, plan.HV, plan.step)
-        )
+        ]
     )
 
 
@@ -90,11 +92,11 @@ def allocate_outputs(args: Args) -> Args:
     """`args` with the output tensors that the caller did not bring."""
     out, state = args.out, args.final_state
     if out is None:
-        out = torch.empty(args.v.shape, dtype=args.v.dtype, device=args.v.device)
+        out = args.v.new_empty(args.v.shape)
     if state is None and args.final_state_dtype is not None:
         B, _, HV, D = args.v.shape
         N = B if args.cu_seqlens is None else args.cu_seqlens.numel() - 1
-        state = torch.empty(N, HV, D, D, dtype=args.final_state_dtype, device=args.v.device)
+        state = args.v.new_empty((N, HV, D, D), dtype=args.final_state_dtype)
         if not args.state_v_first:
             state = state.mT
     return args._replace(out=out, final_state=state)
