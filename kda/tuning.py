@@ -26,10 +26,14 @@ GLUON_LACKS = frozenset(
     }
 )
 
+VARIANTS = "bench/results/2026-12-01-nvidia-h200-variants.json"
+
 TRITON: tuple[Rule, ...] = (
-    Rule(67, 0, Variant(4, 128, 4, 8, 2, gluon=True), "fallback: design.md section 5", GLUON_LACKS),
-    Rule(0, 0, Variant(4, 64, 4, 4, 3, gluon=True), "fallback: design.md section 5", GLUON_LACKS),
-    Rule(0, 0, Variant(1, 64, 2, 4, 3), "fallback: design.md section 5"),
+    # one program a head, once two would not fit on 132 SMs at one each
+    Rule(67, 256, Variant(4, 128, 4, 8, 2, gluon=True), VARIANTS, GLUON_LACKS),
+    Rule(0, 256, Variant(4, 64, 4, 4, 3, gluon=True), VARIANTS, GLUON_LACKS),
+    # short sequences: padding to 64 tokens costs more than short steps
+    Rule(0, 0, Variant(1, 64, 2, 4, 3), VARIANTS),
 )
 
 TORCH: tuple[Rule, ...] = (

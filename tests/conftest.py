@@ -20,6 +20,7 @@ class Target(NamedTuple):
     backend: str
     device: str
     interpreted: bool = False
+    gluon: bool = False  # Gluon for short sequences, too, where the planner would not
 
     def supports(self, case: Any) -> bool:
         features = {"torch": portable.FEATURES, "triton": FEATURES}[self.backend]
@@ -56,12 +57,20 @@ else:
         pytest.param(Target("torch", "cpu"), id="torch-cpu"),
         pytest.param(Target("torch", "cuda"), id="torch-gpu", marks=pytest.mark.gpu),
         pytest.param(Target("triton", "cuda"), id="triton-gpu", marks=pytest.mark.gpu),
+        pytest.param(Target("triton", "cuda", gluon=True), id="gluon-gpu", marks=pytest.mark.gpu),
     ]
 
 
 @pytest.fixture(params=TARGETS)
-def target(request: pytest.FixtureRequest) -> Target:
-    return request.param
+def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    if request.param.gluon:
+        rules = tuple(r._replace(min_mean_len=0) for r in tuning.RULES["triton"])
+        monkeypatch.setitem(tuning.RULES, "triton", rules)
+        planner.plan.cache_clear()
+    yield request.param
+    if request.param.gluon:
+        monkeypatch.undo()
+        planner.plan.cache_clear()
 
 
 class Shipped(NamedTuple):
@@ -116,7 +125,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         params = item.callspec.params if hasattr(item, "callspec") else {}
         target, case, shipped = (params.get(x) for x in ("target", "case", "shipped"))
         if (target is not None) and (
-            (shipped is not None and shipped.backend != target.backend)
+            (shipped is not None and (target.gluon or shipped.backend != target.backend))
             or (shipped is not None and target.interpreted and (shipped.variant.gluon or case))
             or (case is not None and not target.supports(case))
             or (case is None and target.interpreted and not item.get_closest_marker("small"))
