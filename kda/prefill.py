@@ -63,9 +63,10 @@ def prefill(
             caller promises |k| <= 1.
         allow_neg_eigval: beta = 2 sigmoid(b); needs the in-kernel sigmoid.
         cu_seqlens: [N + 1] int32 or int64 on q's device, first 0: packed sequences, B = 1. Never
-            read by the host if it is on a GPU. Offsets that go backwards give an empty sequence;
-            rows at and past the last offset come back as zeros.
-        cu_seqlens_cpu: the same offsets on the CPU, for a better plan.
+            read by the host if it is on a GPU. Offsets that go backwards give an empty sequence,
+            and leave what overlapping sequences hold undefined. Rows at and past the last offset
+            come back as zeros.
+        cu_seqlens_cpu: the same offsets on the CPU, for a plan that knows the lengths.
         initial_state: [N, HV, V, K] fp32 or bf16 (N = B if dense), [N, HV, K, V] if
             `state_v_first=False`. None is zero.
         output_final_state: return the state after the last token, in initial_state's dtype or fp32.
@@ -154,7 +155,8 @@ def workspace_size(
     N: int | None = None,
     backend: str = "auto",
 ) -> int:
-    """Bytes that a call on the current device allocates besides its outputs.
+    """Bytes that a call on the current device allocates besides its outputs, with the gate and
+    dtypes of a serving model; calls that take the plain stages (README) need less.
 
     Args:
         T: tokens per batch row, or all tokens of a packed call.

@@ -18,7 +18,7 @@ def available(device: Device) -> str | None:
         return "it needs CUDA tensors (or TRITON_INTERPRET=1, to debug on the CPU)"
     if device.type not in ("cuda", "cpu"):
         return f"it needs CUDA tensors, not {device.type}"
-    if device.type == "cuda" and device.capability[0] != 9:
+    if device.type == "cuda" and device.capability != (9, 0):
         found = ".".join(map(str, device.capability))
         return f"it is built for Hopper (compute capability 9.0), {device.name} has {found}"
     if (why := import_failure("triton")) is not None:

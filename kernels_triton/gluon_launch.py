@@ -5,40 +5,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kda.contract import HEAD_DIM
-from kernels_triton.gluon_ops import descriptor
+from kernels_triton.gluon_ops import DESCRIPTORS
 from kernels_triton.gluon_prepare import prepare_kernel
 from kernels_triton.gluon_recurrence import recurrence_kernel
 from kernels_triton.launcher import Launcher, strides
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from kda.contract import Args, Plan
     from kda.workspace import Workspace
 
+rows, heads_first = DESCRIPTORS.rows, DESCRIPTORS.heads_first
 launch_prepare = Launcher(prepare_kernel, settled="q k g out nkd qd operands m gamma")
 launch_recurrence = Launcher(recurrence_kernel, settled="operands m gamma v o out")
 
 
-def rows(x: Tensor, count: int, step: int) -> TensorDescriptor:
-    """`count` rows of x's last dimension from x's first element on, `step` of them a block."""
-    n = x.shape[-1]
-    return descriptor(x, (count, n), (n, 1), (step, n))
-
-
 def operand_rows(ws: Workspace, step: int) -> TensorDescriptor:
-    """nkd, qd and kr, which adjoin, in one descriptor: each makes the host encode 128 bytes."""
+    """nkd, qd and kr, which adjoin, in one descriptor: each costs the host 3 us."""
     return rows(ws.nkd, 3 * ws.nkd.numel() // HEAD_DIM, step)
-
-
-def heads_first(x: Tensor, step: int, columns: int) -> TensorDescriptor:
-    """[B, T, H, D] as [B, H, T, D]: the dimensions of size one lead the block. Their strides may
-    be anything in torch, but not in TMA."""
-    B, T, H, D = x.shape
-    b, t, h, _ = x.stride()
-    strides = (b if B > 1 else D, h if H > 1 else D, t if T > 1 else D, 1)
-    return descriptor(x, (B, H, T, D), strides, (1, 1, step, columns))
 
 
 def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
@@ -47,7 +32,7 @@ def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
     step = plan.step
     count = plan.tiles * plan.HV * step
     launch_prepare(
-        (plan.HV, plan.tiles, 1),
+        (plan.tiles * plan.HV, 1, 1),
         (
             heads_first(args.q, step, D), heads_first(args.k, step, D),
             heads_first(args.g, step, D), args.beta, args.A_log, args.dt_bias, args.cu_seqlens,
@@ -74,7 +59,7 @@ def recurrence(args: Args, plan: Plan, ws: Workspace) -> None:
     count = plan.tiles * plan.HV * step
     s0, s1 = args.initial_state, args.final_state
     launch_recurrence(
-        (plan.v_splits, plan.HV, plan.N),
+        (plan.N * plan.HV * plan.v_splits, 1, 1),
         (
             operand_rows(ws, step), rows(ws.m, count, step), rows(ws.gamma, count // step, 1),
             heads_first(args.v, step, v_block), heads_first(args.out, step, v_block), args.out,

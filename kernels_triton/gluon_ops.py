@@ -5,16 +5,13 @@ buffers, a TMA producer warp, and products that stay in flight. It is not interp
 kernels are tested on a GPU only; the plain stages beside them serve every call that they do not.
 """
 
-from collections.abc import Sequence
-from dataclasses import MISSING, fields
-from functools import lru_cache
-from typing import Any
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels_triton.descriptors import Descriptors
 
 # Triton 3.8 renamed them
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -23,28 +20,14 @@ async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_glob
 D = gl.constexpr(128)
 
 
-def descriptor(
-    x: torch.Tensor, shape: Sequence[int], strides: Sequence[int], block: tuple[int, ...]
-) -> TensorDescriptor:
-    """A TMA descriptor of `block`s that land in shared memory as wgmma reads them.
-
-    Its constructor would check on each call, in 14 us, what `kda.check` and the region table have
-    settled: alignment, strides and sizes. So it is filled without it.
-    """
-    d = object.__new__(TensorDescriptor)
-    d.__dict__.update(block_fields(block, x.dtype), base=x, shape=shape, strides=strides)
-    return d
+def swizzled(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """Where a TMA block lands: as wgmma reads it; a row of fp32 (gamma) as it is."""
+    if dtype == torch.float32:
+        return gl.NVMMASharedLayout(0, 32, len(block))
+    return gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)
 
 
-@lru_cache(maxsize=64)
-def block_fields(block: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
-    """The fields of a descriptor that depend on the kind of block alone."""
-    if dtype == torch.float32:  # one row of gamma: nothing to swizzle
-        layout = gl.NVMMASharedLayout(0, 32, len(block))
-    else:
-        layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)
-    defaults = {f.name: f.default for f in fields(TensorDescriptor) if f.default is not MISSING}
-    return {**defaults, "block_shape": list(block), "layout": layout}
+DESCRIPTORS = Descriptors(TensorDescriptor, swizzled)
 
 
 @gluon.jit

@@ -1,6 +1,7 @@
 """Prepare in Gluon: one step of four chunks of one value head per program (E1 to E6).
 
-The same algebra as `prepare.py`: decays are anchored at the end of the first chunk of each pair.
+Decays are anchored where the two chunks of a pair meet: with a bounded gate both exp(G - anchor)
+and exp(anchor - G) stay inside e^+-80, and one product serves both chunks.
 Operands of the products live in swizzled shared memory; each is overwritten by what replaces it.
 The diagonal blocks of the inverse come from substitution in fp32 registers, one column a thread;
 two merges with fp16 operands complete it, which is enough for beta <= 1.
@@ -162,8 +163,8 @@ def prepare_kernel(
     HAS_DT_BIAS: gl.constexpr,
 ):  # fmt: skip
     L: gl.constexpr = layouts()
-    i_h = gl.program_id(0)
-    i_tile = gl.program_id(1)
+    i_h = gl.program_id(0) % HV
+    i_tile = gl.program_id(0) // HV
     if PACKED:
         i_b = i_tile * 0
         i_n = sequence_of_tile(cu_seqlens, i_tile, T, N, C)
@@ -233,10 +234,10 @@ def prepare_kernel(
             b_q2 += gl.sum(b_x * b_x, axis=1)
             b_x = k_s.slice(i * 64, 64, dim=1).load(L.norm).to(gl.float32)
             b_k2 += gl.sum(b_x * b_x, axis=1)
-        q_norm.store(gl.rsqrt(b_q2 + 1e-6) * scale)
+        q_norm.store(gl.rsqrt(b_q2 + 1e-6))
         k_norm.store(gl.rsqrt(b_k2 + 1e-6))
     else:
-        q_norm.store(gl.full([C], 1.0, gl.float32, gl.SliceLayout(1, L.norm)) * scale)
+        q_norm.store(gl.full([C], 1.0, gl.float32, gl.SliceLayout(1, L.norm)))
         k_norm.store(gl.full([C], 1.0, gl.float32, gl.SliceLayout(1, L.norm)))
 
     # E2, and the chunks' decays D_p >= e^-80
@@ -285,10 +286,10 @@ def prepare_kernel(
         put_chunk(q_s, p, b_q)
         put_chunk(k_s, p, b_kd)
         if p < 2:
-            b_q = b_q * b_D0
+            b_q = b_q * (b_D0 * scale)
             b_kd = b_kd * -b_D0
         else:
-            b_q = b_q * b_D2 * b_D01
+            b_q = b_q * b_D2 * (b_D01 * scale)
             b_kd = b_kd * b_D2 * -b_D01
         gl.store(qd + (p_w + p * 16 * D), b_q.to(gl.bfloat16))
         gl.store(nkd + (p_w + p * 16 * D), b_kd.to(gl.bfloat16))
@@ -361,7 +362,7 @@ def prepare_kernel(
     kr_o = gl.allocate_shared_memory(gl.bfloat16, [C, D], L.swizzled_64)
     m_o = gl.allocate_shared_memory(gl.bfloat16, [C, C], L.swizzled_64)
     kr_o.store(b_kr.to(gl.bfloat16))
-    m_o.store(b_M.to(gl.bfloat16))
+    m_o.store((b_M * scale).to(gl.bfloat16))
     fence_async_shared()
     async_store(operands, [2 * region_rows + w.to(gl.int32), 0], kr_o)
     async_store(m, [w.to(gl.int32), 0], m_o)

@@ -144,9 +144,10 @@ def recurrence_kernel(
     HAS_FINAL: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    i_v = gl.program_id(0)
-    i_h = gl.program_id(1)
-    i_n = gl.program_id(2)
+    SPLITS: gl.constexpr = D // BV  # programs of one head beside each other: they share loads in L2
+    i_v = gl.program_id(0) % SPLITS
+    i_h = gl.program_id(0) // SPLITS % HV
+    i_n = gl.program_id(0) // SPLITS // HV
     if PACKED:
         i_b = i_n * 0
         bos, length = sequence_bounds(cu_seqlens, i_n, T)

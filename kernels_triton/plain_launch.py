@@ -7,40 +7,26 @@ from typing import TYPE_CHECKING
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kda.contract import Gate
+from kernels_triton.descriptors import Descriptors
 from kernels_triton.launcher import INTERPRET, Launcher, strides
 from kernels_triton.prepare import prepare_kernel
 from kernels_triton.recurrence import recurrence_kernel
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kda.contract import Args, Plan
     from kda.workspace import Workspace
 
+descriptors = Descriptors(TensorDescriptor, None)
+rows, heads_first = descriptors.rows, descriptors.heads_first
 launch_prepare = Launcher(prepare_kernel, settled="q k out nkd qd kr m gamma")
 launch_recurrence = Launcher(recurrence_kernel, settled="nkd qd kr m gamma v o out")
-
-
-def rows(x: Tensor, step: int) -> TensorDescriptor:
-    """A workspace region [tiles, HV, C, n] as rows, loaded a tile at a time."""
-    n = x.shape[-1]
-    return TensorDescriptor(x, [x.numel() // n, n], [n, 1], [step, n])
-
-
-def heads_first(x: Tensor, step: int, v_block: int) -> TensorDescriptor:
-    """[B, T, HV, V] as [B, HV, T, V]: the dimensions of size one lead the block. Their strides
-    may be anything in torch, but not in TMA."""
-    B, T, HV, V = x.shape
-    b, t, h, _ = x.stride()
-    strides = [b if B > 1 else V, h if HV > 1 else V, t if T > 1 else V, 1]
-    return TensorDescriptor(x, [B, HV, T, V], strides, [1, 1, step, v_block])
 
 
 def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
     """Stage 1: fills the workspace, and zeros the rows of `out` past the last offset."""
     B, T, H, _ = args.q.shape
     launch_prepare(
-        (plan.HV, plan.tiles, 1),
+        (plan.tiles * plan.HV, 1, 1),
         (
             args.q, args.k, args.g, args.beta, args.A_log, args.dt_bias, args.cu_seqlens, args.out,
             *ws, *args.q.stride()[:3], *args.k.stride()[:3], *args.g.stride()[:3],
@@ -66,11 +52,12 @@ def recurrence(args: Args, plan: Plan, ws: Workspace) -> None:
     """Stage 2: the state over the steps of each sequence; writes `out` and `final_state`."""
     B, T, _, _ = args.q.shape
     step, v_block = plan.step, plan.variant.v_block
+    count = plan.tiles * plan.HV * step
     s0, s1 = args.initial_state, args.final_state
     launch_recurrence(
-        (plan.v_splits, plan.HV, plan.N),
+        (plan.N * plan.HV * plan.v_splits, 1, 1),
         (
-            rows(ws.nkd, step), rows(ws.qd, step), rows(ws.kr, step), rows(ws.m, step), ws.gamma,
+            *[rows(x, count, step) for x in (ws.nkd, ws.qd, ws.kr, ws.m)], ws.gamma,
             heads_first(args.v, step, v_block), heads_first(args.out, step, v_block), args.out,
             s0, s1, args.cu_seqlens, *strides(s0), *strides(s1), *args.out.stride()[:3],
             T, plan.tiles // B, plan.HV,

@@ -156,8 +156,8 @@ def prepare_kernel(
     BETA_SCALE: tl.constexpr,  # of the sigmoid: 1, or 2 for negative eigenvalues; 0: beta given
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    i_h = tl.program_id(0)
-    i_tile = tl.program_id(1)
+    i_h = tl.program_id(0) % HV
+    i_tile = tl.program_id(0) // HV
     o_c = tl.arange(0, C)
     o_d = tl.arange(0, D)
     if PACKED:
@@ -224,12 +224,12 @@ def prepare_kernel(
     tl.store(qd + p_w, (b_qd * scale).to(tl.bfloat16))
     tl.store(gamma + w // C * D + o_d[None, :], exp2(b_GC, INTERPRET))
     b_L = tl.where(o_c[:, None] > o_c[None, :], b_L, 0.0) * b_beta[:, None]
-    b_M = (tl.where(o_c[:, None] >= o_c[None, :], b_M, 0.0) * scale).to(tl.float16)
+    b_M = (tl.where(o_c[:, None] >= o_c[None, :], b_M, 0.0)).to(tl.float16)
 
     # E6. fp16 holds A and M, whose entries are bounded, better than bf16
     SPLIT: tl.constexpr = BETA_SCALE != 1
     b_A = (invert(b_L, SPLIT, INTERPRET) * b_beta[None, :]).to(tl.float16)
     p_m = w * C + o_c[:, None] * C + o_c[None, :]
-    tl.store(m + p_m, dot(b_M, b_A, None, INTERPRET).to(tl.bfloat16))
+    tl.store(m + p_m, (dot(b_M, b_A, None, INTERPRET) * scale).to(tl.bfloat16))
     b_kr = dot(tl.trans(b_A), b_kr.to(tl.float16), None, INTERPRET)
     tl.store(kr + p_w, b_kr.to(tl.bfloat16))

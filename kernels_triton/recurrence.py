@@ -57,9 +57,10 @@ def recurrence_kernel(
     HAS_FINAL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    i_v = tl.program_id(0)
-    i_h = tl.program_id(1)
-    i_n = tl.program_id(2)
+    SPLITS: tl.constexpr = D // BV  # programs of one head beside each other: they share loads in L2
+    i_v = tl.program_id(0) % SPLITS
+    i_h = tl.program_id(0) // SPLITS % HV
+    i_n = tl.program_id(0) // SPLITS // HV
     o_v = (i_v * BV + tl.arange(0, BV))[:, None].to(tl.int64)
     o_k = tl.arange(0, D)[None, :]
     if PACKED:
