@@ -25,8 +25,8 @@ test-oldest: .venv-oldest/ready  ## the kernels on the oldest supported Triton
 gpu-test:  ## on a Hopper GPU, with the active Python's torch and triton
 	$(PYTHON) -m pytest -m gpu
 
-bench:  ## on a Hopper GPU; ARGS="--cases ... --providers ..."
-	$(PYTHON) -m bench prefill $(ARGS)
+bench:  ## on a Hopper GPU: every topic and the report; ARGS="--cases ... --providers ..."
+	$(PYTHON) -m bench all $(ARGS)
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
-"""Benchmarks of kda and its peers: `python -m bench prefill --help`."""
+"""Benchmarks of kda and its peers: `python -m bench --help`."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -7,5 +8,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # One input generator and one error measure for tests and benchmarks: tests/cases.py, compare.py.
 # By folder, as the tests find them: some installed packages bring a `tests` of their own.
-if str(ROOT / "tests") not in sys.path:
-    sys.path.insert(0, str(ROOT / "tests"))
+# KDA_TREE: the tree whose `kda` is measured with this tree's benchmark (`--base`).
+for folder in (str(ROOT / "tests"), os.environ.get("KDA_TREE", "")):
+    if folder and folder not in sys.path:
+        sys.path.insert(0, folder)

@@ -1,136 +1,185 @@
-"""Results files, and the tables that are read from them."""
+"""Results files to a report that stands alone: Markdown, CSV and pictures; and README's section."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
+import re
 from collections import Counter
-from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
-import torch
 
-from bench import ROOT, timing
-from bench.peers import version_of
+from bench import ROOT, results, tables
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
+    import argparse
 
-    from kda.contract import Plan
+    Rows = list[dict[str, Any]]
 
-RESULTS = ROOT / "bench" / "results"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
-
-def first_line(*command: str) -> str | None:
-    """What `command` prints first, run in the repository; None if it cannot run or fails."""
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return (done.stdout.splitlines() or [None])[0]
-
-
-def meta(device: torch.device, copy_bandwidth: float) -> dict[str, Any]:
-    """Where and on what a run was made. Where there is no .git, KDA_COMMIT names the commit, with
-    "-dirty" after it if that applies."""
-    commit = os.environ.get("KDA_COMMIT") or first_line("git", "rev-parse", "HEAD")
-    changed = first_line("git", "status", "--porcelain", "--", ".", ":!bench/results")
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    driver = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "gpu": gpu,
-        "driver": first_line(*driver) if device.type == "cuda" else None,
-        "cuda": torch.version.cuda,
-        "torch": torch.__version__,
-        "triton": version_of("triton"),
-        "fla": version_of("fla-core"),
-        "commit": commit,
-        "dirty": commit is None or commit.endswith("-dirty") or changed is not None,
-        "copy_bandwidth": copy_bandwidth,
-        "protocol": timing.PROTOCOL,
-    }
+LEGEND = (
+    "ms: median [20th, 80th percentile] of calls as an application makes them, CUDA events. "
+    "graph ms: a call in a replayed CUDA graph, the device alone. floor ms: reading q, k, v, g and "
+    "writing o once at the measured copy bandwidth; x floor: graph ms over that. x fla, x fla "
+    "graph: FLA's time over ours, measured in the same run. runs: serial, or the number of CP "
+    "segments. Errors: against fp64, the worst sequence and head of those judged, relative RMS."
+)
 
 
-def results_path(out: Path | None, meta: dict[str, Any], topic: str) -> Path:
-    """`out` if it is a file's name; else a dated name in that folder, or in bench/results."""
-    if out is not None and out.suffix == ".json":
-        return out
-    gpu = meta["gpu"].lower().removeprefix("nvidia ").replace(" ", "-")
-    return (out or RESULTS) / f"{meta['date'][:10]}-{gpu}-{topic}.json"
+def load(files: list[Path]) -> tuple[list[dict[str, Any]], Rows]:
+    """Each file's meta, and all rows; a report is about one machine."""
+    read = [results.read(file) for file in files]
+    if len(machines := {meta["gpu"] for meta, _ in read}) > 1:
+        raise SystemExit(f"results of different machines: {', '.join(sorted(machines))}")
+    return [meta for meta, _ in read], [row for _, rows in read for row in rows]
 
 
-def write(path: Path, meta: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(map(json.dumps, rows))  # one a row: a diff shows the rows that changed
-    path.write_text(f'{{"meta": {json.dumps(meta, indent=1)},\n"rows": [\n{lines}\n]}}\n')
+def tables_of(rows: Rows) -> list[tuple[str, pd.DataFrame]]:
+    """Every table that the rows can fill, with its title."""
+    df = tables.frame(rows)
+    topic = {name: df[df.topic == name] for name in ("prefill", "cp", "accuracy", "host")}
+    found = [
+        ("Geometric means", tables.geomeans(df)),
+        ("Prefill", tables.speed(topic["prefill"])),
+        ("Context parallelism: auto, off and forced", tables.modes(topic["cp"])),
+        ("Context parallelism: every row", tables.speed(topic["cp"])),
+        ("Accuracy", tables.accuracy(topic["accuracy"])),
+        ("Host", tables.host(topic["host"])),
+    ]
+    return [(title, table) for title, table in found if not table.empty]
 
 
-def summary(plan: Plan | None) -> str:
-    if plan is None:
-        return ""
-    v = plan.variant
-    warps = f" warps {v.prepare_warps}/{v.recurrence_warps}" if v.prepare_warps else ""
-    stages = f" stages {v.recurrence_stages}" if v.recurrence_stages else ""
-    return f"C{plan.step} V{v.v_block}{warps}{stages} segments {plan.segments}"
+AUTO_SLOWER = 1.05  # than the best backend asked for by name
 
 
-def table(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """One line a row that ran. A red row has errors and no times."""
-    df = pd.DataFrame([row for row in rows if "skipped" not in row])
-    if df.empty:
-        return df
-    numbers = [name for name in df if name.startswith(("ms_", "err_", "host_us"))]
-    df[numbers] = df[numbers].astype(float)
-    fla = df[df.provider == "fla"].set_index("case")
-    spread = ["{:.3f} [{:.3f}, {:.3f}]".format(*t) for t in df[[*timing.SPREAD]].to_numpy()]
-    shown = {
-        "case": df.case,
-        "provider": df.provider,
-        "plan": df.plan,
-        "ms [p20, p80]": pd.Series(spread).where(df.red.isna(), "RED"),
-        "graph ms": df.ms_graph.round(4),
-        "prepare": df.ms_prepare.round(4),
-        "recurrence": df.ms_recurrence.round(4),
-        "host us": df.host_us.round(0),
-        "x fla": (df.case.map(fla.ms_median) / df.ms_median).round(2),
-        "x fla graph": (df.case.map(fla.ms_graph) / df.ms_graph).round(2),
-        "x floor": (df.ms_graph.fillna(df.ms_median) / df.floor_ms).round(2),
-        "err o": df.err_o.map("{:.1e}".format),
-        "err state": df.err_state.map("{:.1e}".format),
-    }
-    return pd.DataFrame(shown).dropna(axis="columns", how="all")
+def slow_auto(rows: Rows) -> list[str]:
+    """Cases that `backend="auto"` gives to a backend 5% slower than another one."""
+    df = tables.frame(rows)
+    df = df[df.auto.notna() & df.cp.eq("auto") & df.ms.notna()]
+    found = []
+    for _, part in df.groupby(tables.SETTING, sort=False):
+        best, taken = part.loc[part.ms.idxmin()], part[part.provider == part.auto]
+        if len(taken) and taken.ms.iloc[0] > AUTO_SLOWER * best.ms:
+            times = f"{taken.ms.iloc[0]:.4f} ms, {best.provider} {best.ms:.4f}"
+            found.append(f"SLOW {best.case}: auto takes {best.auto}, {times}")
+    return found
 
 
-def text(frame: pd.DataFrame) -> str:
-    return "" if frame.empty else frame.to_string(index=False, na_rep="")
+def notes(rows: Rows) -> list[str]:
+    """What went wrong, and each provider's reasons with the number of rows that they cost."""
+    red = [f"RED {r['case']} {r['provider']}: {r['red']}" for r in rows if r["red"]]
+    reasons = Counter((r["provider"], r["skipped"]) for r in rows if r["skipped"])
+    return (
+        red
+        + slow_auto(rows)
+        + [f"{who}: {n} rows skipped: {why}" for (who, why), n in reasons.items()]
+    )
 
 
-def markdown(frame: pd.DataFrame) -> str:
-    """As pandas would with `tabulate`."""
-
-    def line(cells: Iterable[object]) -> str:
-        return "| " + " | ".join("" if pd.isna(cell) else str(cell) for cell in cells) + " |"
-
-    numeric = map(pd.api.types.is_numeric_dtype, frame.dtypes)
-    rule = ("--:" if is_number else "---" for is_number in numeric)
-    return "\n".join((line(frame.columns), line(rule), *map(line, frame.to_numpy().tolist())))
-
-
-def line(row: dict[str, Any]) -> str:
-    """One row while the run goes on."""
-    start = f"{row['case']:24} {row['provider']:8}"
-    if "skipped" in row:
-        return f"{start} skipped"
-    errors = f"o {row['err_o']:.1e} state {row['err_state']:.1e}"
-    return f"{start} {errors} " + ("RED" if row["red"] else f"{row['ms_median']:.3f} ms")
+def provenance(files: list[Path], metas: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for file, m in zip(files, metas, strict=True):
+        commit = f"{m['commit']}{' (with changes)' if m['dirty'] else ''}"
+        versions = ", ".join(f"{k} {m[k]}" for k in ("driver", "cuda", "torch", "triton", "fla"))
+        lines.append(
+            f"- `{file.name}`: {m['date']}, {m['gpu']}, {versions}, commit {commit}, copy "
+            f"{m['copy_bandwidth'] / 1e9:.0f} GB/s, by `{m['command']}`"
+        )
+    return [*lines, "", *dict.fromkeys(f"Protocol: {m['protocol']}." for m in metas)]
 
 
-def notes(rows: list[dict[str, Any]]) -> list[str]:
-    """What went wrong, and each provider's reasons with the number of cases that they cost."""
-    red = [f"RED {r['case']} {r['provider']}: {r['red']}" for r in rows if r.get("red")]
-    reasons = Counter((r["provider"], r["skipped"]) for r in rows if "skipped" in r)
-    return red + [f"{who}: {n} cases skipped: {why}" for (who, why), n in reasons.items()]
+def folder_for(metas: list[dict[str, Any]]) -> Path:
+    return results.RESULTS / results.stem(metas[0])
+
+
+def make(options: argparse.Namespace) -> int:
+    write(options.files, options.out)
+    return 0
+
+
+def write(files: list[Path], folder: Path | None) -> None:
+    metas, rows = load(files)
+    folder = folder or folder_for(metas)
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = [f"# kda on {metas[0]['gpu']}, {metas[0]['date'][:10]}", LEGEND]
+    parts += [f"![{name}]({name}.png)" for name in draw(rows, folder)]
+    for title, table in tables_of(rows):
+        name = re.sub(r"\W+", "-", title.lower())
+        table.to_csv(folder / f"{name}.csv", index=False)
+        parts += [f"## {title}", tables.markdown(table), f"[{name}.csv]({name}.csv)"]
+    problems = "\n".join(f"- {note}" for note in notes(rows))
+    parts += ["## Red, slow and skipped", problems or "Nothing."]
+    parts += ["## Where it comes from", "\n".join(provenance(files, metas))]
+    (folder / "report.md").write_text("\n\n".join(parts) + "\n")
+    print(folder / "report.md")
+
+
+def draw(rows: Rows, folder: Path) -> list[str]:
+    """The names of the pictures that the rows can fill, written as PNG."""
+    from bench.figures import FIGURES  # matplotlib: for reports alone
+
+    df, drawn = tables.frame(rows), []
+    for name, figure_of in FIGURES.items():
+        figure = figure_of(df)
+        if figure is not None:
+            figure.savefig(folder / f"{name}.png", dpi=110)
+            drawn.append(name)
+    return drawn
+
+
+def show(options: argparse.Namespace) -> int:
+    _, rows = load(options.files)
+    form = tables.markdown if options.markdown else tables.text
+    for title, table in tables_of(rows):
+        print(f"{title}\n\n{form(table)}\n")
+    print(*notes(rows), sep="\n")
+    return 0
+
+
+def section(files: list[Path]) -> str:
+    """README's results, from files named relative to the repository."""
+    metas, rows = load([ROOT / file for file in files])
+    df = tables.frame(rows)
+    df = df[df.cp.isna() | df.cp.eq("auto")]
+    df = df[~df.provider.eq("torch")]
+    keep = ["case", "provider", "runs", "ms [p20, p80]", "graph ms", "x floor", "x fla graph"]
+    keep += ["x fla_cp", "err o", "err state"]
+    prefill, cp = (df[df.topic == topic] for topic in ("prefill", "cp"))
+    chosen = prefill[prefill.groups.map(lambda g: bool({"FlashKDA", "production"} & {*(g or ())}))]
+    shown = [tables.geomeans(df)]
+    for part in (chosen, cp):
+        table = tables.speed(part) if len(part) else pd.DataFrame()
+        shown.append(table[[name for name in keep if name in table]])
+    shown.append(tables.host(df[df.topic == "host"]))
+    m = metas[0]
+    names = " ".join(file.as_posix() for file in files)
+    parts = [
+        f"{m['gpu']}, {m['date'][:10]}, torch {m['torch']}, Triton {m['triton']}, FLA {m['fla']}, "
+        f"commit {m['commit'][:10]}. Made by `python3 -m bench readme {names}`.",
+        *(tables.markdown(table) for table in shown if not table.empty),
+        LEGEND,
+    ]
+    pictures = sorted(folder_for(metas).glob("*.png"))
+    parts += [f"![{p.stem}]({p.relative_to(ROOT).as_posix()})" for p in pictures]
+    return "\n\n".join(parts)
+
+
+def readme_section(content: str) -> str:
+    """What stands between the markers."""
+    return content.partition(BEGIN)[2].partition(END)[0].strip()
+
+
+def files_of(content: str) -> list[Path]:
+    """The results files that README's section names; none while it is empty."""
+    named = re.search(r"python3 -m bench readme ([^`]+)`", readme_section(content))
+    return [Path(name) for name in named[1].split()] if named else []
+
+
+def readme(options: argparse.Namespace) -> int:
+    files = [file.resolve().relative_to(ROOT) for file in options.files]
+    content = README.read_text()
+    before, after = content.partition(BEGIN)[0], content.partition(END)[2]
+    README.write_text(f"{before}{BEGIN}\n\n{section(files)}\n\n{END}{after}")
+    return 0

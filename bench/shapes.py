@@ -1,14 +1,16 @@
-"""What is timed: shapes, with the tests' generator for their inputs."""
+"""What is measured: shapes by topic, with the tests' generator for their inputs."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cases import BF16, Case, make_inputs
+from cases import BF16, FP32, GATES, Case, make_inputs
 
 if TYPE_CHECKING:
     import torch
+
+TOPICS = ("prefill", "cp", "accuracy", "host")
 
 # As the peers were measured: all in bf16 but the gate's parameters, and no initial state.
 _case = partial(Case, g_dtype=BF16, beta_dtype=BF16, state_dtype=None)
@@ -23,30 +25,99 @@ def packed(H: int, layout: str, *seq_lens: int) -> Case:
     return _case(f"H{H}-{layout}", seq_lens, H=H, HV=H)
 
 
+def lengths(how: str, N: int, total: int) -> tuple[int, ...]:
+    """cuLA's packings: all alike; Dirichlet-distributed (its seed); one half and many short."""
+    if how == "random":
+        import numpy as np
+
+        parts = np.random.RandomState(42).dirichlet(np.ones(N))
+        rest = [max(1, round(float(part) * total)) for part in parts[1:]]
+    else:
+        rest = [total // N if how == "uniform" else total // (2 * (N - 1))] * (N - 1)
+    return (total - sum(rest), *rest)
+
+
 def flash_kda(H: int) -> tuple[Case, ...]:
-    """FlashKDA's benchmark."""
     ragged = packed(H, "ragged6", 1300, 547, 2048, 963, 271, 3063)
     return dense(H, 8192), ragged, packed(H, "8x1024", *(1024,) * 8)
 
 
-PREFILL = (
-    *flash_kda(96),
-    *flash_kda(64),
-    dense(64, 512),
-    dense(64, 1024),
-    dense(64, 16384),
-    dense(64, 8192, B=2),
-    packed(64, "256x32", *(32,) * 256),
-    *(dense(H, 8192) for H in (32, 24, 16, 12, 8, 4)),
-    dense(16, 8192, HV=32),
-    dense(8, 1025),
-    dense(8, 4096),
-    dense(8, 32768),
-    dense(8, 65536),
-    packed(8, "65536-5x1024", 65536, *(1024,) * 5),
-)
+GROUPS = {
+    "cuLA, fixed": tuple(dense(64, T, B) for B in (1, 2) for T in (512, 1024, 4096, 8192, 16384)),
+    "cuLA, packed": tuple(
+        packed(64, f"{how}{N}-{total}", *lengths(how, N, total))
+        for total in (4096, 8192, 16384)
+        for N in (10, 20)
+        for how in ("uniform", "random", "skewed")
+    ),
+    "FlashKDA": (*flash_kda(64), *flash_kda(96)),
+    "production": tuple(dense(H, 8192) for H in (32, 24, 16, 12)),
+    "other": (
+        packed(64, "256x32", *(32,) * 256),
+        dense(16, 8192, HV=32),
+        *(dense(H, T) for H in (16, 12) for T in (1024, 65536)),
+        dense(8, 1025),
+        dense(8, 8192),
+        dense(4, 8192),
+    ),
+}
 
-QUICK = (dense(2, 96), dense(1, 65, B=2, HV=2), packed(2, "80-0-64", 80, 0, 64))
+LONG_AND_RAGGED = {
+    **{str(T): (T,) for T in (1023, 1025, 4096, 8192, 16384, 32768, 65536, 65537)},
+    "2x16384": (16384, 16384),
+    "32768-4096": (32768, 4096),
+    "32768-1024": (32768, 1024),
+    "32768-1023-1025": (32768, 1023, 1025),
+    "65536-1024": (65536, 1024),
+    "65536-2x1024": (65536, 1024, 1024),
+    "65536-5x1024": (65536, *(1024,) * 5),
+    "65537-1023-1025": (65537, 1023, 1025),
+}
+
+
+def accuracy(H: int, *seq_lens: int) -> tuple[Case, ...]:
+    """Every gate with independent to nearly equal keys, from random states."""
+    return tuple(
+        _case(f"{gate}-cos{cosine}", seq_lens, gate, H=H, HV=H, cosine=cosine, state_dtype=FP32)
+        for gate in GATES
+        for cosine in (0, 0.5, 0.9, 0.99)
+    )
+
+
+CASES = {
+    "prefill": tuple({c.name: c for group in GROUPS.values() for c in group}.values()),
+    "cp": tuple(packed(H, name, *n) for H in (8, 4) for name, n in LONG_AND_RAGGED.items()),
+    "accuracy": accuracy(8, 1024, 300, 65),
+    "host": (dense(8, 512), packed(8, "64x128", *(128,) * 64), dense(64, 8192)),
+}
+
+QUICK = {
+    "prefill": (dense(2, 96), dense(1, 65, B=2, HV=2), packed(2, "80-0-64", 80, 0, 64)),
+    "cp": (packed(1, "130", 130), packed(1, "130-17", 130, 17)),
+    "accuracy": accuracy(1, 70, 17)[::3],
+    "host": (dense(1, 33),),
+}
+
+
+def groups_of(case: Case) -> list[str]:
+    """The published sets that a case belongs to; geometric means are over these."""
+    return [name for name, members in GROUPS.items() if any(c.name == case.name for c in members)]
+
+
+def worth(provider: str, topic: str, case: Case, on_gpu: bool) -> bool:
+    """Whether a provider runs a case unasked: on a GPU PyTorch is slow, and FLA autotunes for about
+    a minute for each new H, dense and packed."""
+    if not on_gpu:
+        return True
+    if provider == "torch":
+        return topic == "accuracy" or case.name == "H64-T8192"
+    if provider in ("fla", "fla_cp"):
+        if topic == "accuracy":
+            return case.gate in ("usual", "weak") and case.cosine in (0, 0.9) and provider == "fla"
+        if topic == "prefill":
+            return case.H in (64, 96) and provider == "fla"
+        return case.H == 8 and case.packed
+    return True
 
 
 def make_call(case: Case, device: torch.device) -> dict[str, Any]:

@@ -5,27 +5,42 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import cycle, islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    Run = Callable[[], object]
 
 WARMUP = 8
-REPEATS, FEWEST, BUDGET_MS = 30, 5, 500.0  # fewer repeats where calls are slow
+REPEATS, FEWEST = 30, 5
+BUDGET_MS = {"cuda": 300.0, "cpu": 50.0}  # fewer repeats where calls are slow
 HOST_CALLS = 20  # without a sync: far fewer launches than the queue of 1024 holds, even for FLA
+HOST_ROUNDS = 5
 GRAPH_CALLS = 4  # calls in one captured graph: replaying a graph costs a few us of its own
-
-PROTOCOL = (
-    f"{WARMUP} calls to warm up, then {REPEATS} ({FEWEST} if slow) calls, each between two CUDA "
-    "events without a sync between calls (CPU: perf_counter); ms_graph and stages: "
-    f"{GRAPH_CALLS} calls in one CUDA graph, per call, median of as many replays; host_us: wall "
-    f"time of {HOST_CALLS} calls without a sync, per call; no L2 flush; outputs allocated in the "
-    "call"
-)
+ROTATED_L2, MOST_SETS = 3, 24  # input sets together take three times the L2, but no more than 24
+CPU_CACHE = 2**25  # bytes, where torch does not tell
 
 SPREAD = ("ms_median", "ms_p20", "ms_p80")
+
+
+def protocol(rotate: bool) -> str:
+    l2 = (
+        f"calls rotate among input sets of {ROTATED_L2} times the L2's size (at most {MOST_SETS})"
+        if rotate
+        else "no L2 flush"
+    )
+    return (
+        f"{WARMUP} calls to warm up, then {REPEATS} ({FEWEST} if slow) calls, each between two "
+        "CUDA events without a sync between calls (CPU: perf_counter): median, 20th and 80th "
+        f"percentile; ms_graph and stages: {GRAPH_CALLS} calls in one CUDA graph, per call, of as "
+        f"many replays; host times: perf_counter over {HOST_CALLS} calls without a sync, per call, "
+        f"median of {HOST_ROUNDS} rounds, garbage collector on and (host_us_frozen) gc.freeze() "
+        f"before; {l2}; outputs allocated in the call"
+    )
 
 
 class Timing(NamedTuple):
@@ -34,83 +49,123 @@ class Timing(NamedTuple):
     ms_median: float
     ms_p20: float
     ms_p80: float
-    ms_graph: float | None
-    host_us: float | None
+    ms_graph: float | None = None
+    ms_graph_p20: float | None = None
+    ms_graph_p80: float | None = None
+    host_us: float | None = None
 
 
-def measure(run: Callable[[], object], device: torch.device) -> Timing:
-    """Times `run`, which has run before: compilation and autotuning are not for the clock."""
-    on_gpu = device.type == "cuda"
-    repeats = _repeats(run)
-    ms = (_events if on_gpu else _wall)(run, min(WARMUP, repeats), repeats)
-    p20, _, _, p80 = statistics.quantiles(ms, n=5, method="inclusive")
-    graph, host = (_graph(run, repeats), _host(run)) if on_gpu else (None, None)
-    return Timing(statistics.median(ms), p20, p80, graph, host)
+def measure(runs: Sequence[Run], device: torch.device, *, graph: bool = True) -> Timing:
+    """Times calls that take turns among `runs`, one each where the inputs do not rotate. They have
+    run before: compilation and autotuning are not for the clock."""
+    repeats = _repeats(runs[0], device)
+    warmup = min(WARMUP, repeats)
+    if device.type != "cuda":
+        return Timing(*_spread(_wall(runs, warmup, repeats)))
+    ms = _spread(_events(runs, warmup, repeats))
+    replayed = _graph(runs, repeats) if graph else None
+    return Timing(*ms, *(replayed or (None,) * 3), host_us(runs[0], device))
 
 
-def stage_ms(run: Callable[[], object], device: torch.device) -> float | None:
+def stage_ms(run: Run, device: torch.device) -> float | None:
     """The device's time for one stage: by graph replay, on a CPU by the clock."""
     run()
-    repeats = _repeats(run)
+    repeats = _repeats(run, device)
     if device.type == "cuda":
-        return _graph(run, repeats)
-    return statistics.median(_wall(run, 1, repeats))
+        return (_graph([run], repeats) or (None,))[0]
+    return statistics.median(_wall([run], 1, repeats))
 
 
-def _repeats(run: Callable[[], object]) -> int:
-    start = time.perf_counter()
-    run()
+def host_us(run: Run, device: torch.device, rounds: int = HOST_ROUNDS) -> float:
+    """Wall time of a call that does not wait for the device."""
+    calls = HOST_CALLS if device.type == "cuda" else FEWEST
+    us = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        us.append((time.perf_counter() - start) * 1e6 / calls)
+        _sync()
+    return statistics.median(us)
+
+
+def frozen_host_us(run: Run, device: torch.device) -> float:
+    """`host_us` where a collection does not visit what is alive now, as serving engines have it."""
+    gc.collect()
+    gc.freeze()
+    try:
+        return host_us(run, device)
+    finally:
+        gc.unfreeze()
+
+
+def rotated(call: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
+    """`call` and copies of its tensors, so many that no call finds its inputs in the L2."""
+    tensors = {
+        k: x for k, x in call.items() if isinstance(x, torch.Tensor) and x.is_floating_point()
+    }
+    size = sum(x.numel() * x.element_size() for x in tensors.values())
+    l2 = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+    sets = min(MOST_SETS, 1 + -(-ROTATED_L2 * (l2 or CPU_CACHE) // size))
+    return [call, *(call | {k: x.clone() for k, x in tensors.items()} for _ in range(sets - 1))]
+
+
+def _sync() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def _spread(ms: list[float]) -> tuple[float, float, float]:
+    p20, _, _, p80 = statistics.quantiles(ms, n=5, method="inclusive")
+    return statistics.median(ms), p20, p80
+
+
+def _repeats(run: Run, device: torch.device) -> int:
+    _sync()
+    start = time.perf_counter()
+    run()
+    _sync()
     ms = (time.perf_counter() - start) * 1e3
-    return max(FEWEST, min(REPEATS, int(BUDGET_MS / ms)))
+    return max(FEWEST, min(REPEATS, int(BUDGET_MS[device.type] / ms)))
 
 
-def _wall(run: Callable[[], object], warmup: int, repeats: int) -> list[float]:
+def _wall(runs: Sequence[Run], warmup: int, repeats: int) -> list[float]:
     ms = []
-    for _ in range(warmup + repeats):
+    for run in islice(cycle(runs), warmup + repeats):
         start = time.perf_counter()
         run()
         ms.append((time.perf_counter() - start) * 1e3)
     return ms[warmup:]
 
 
-def _events(run: Callable[[], object], warmup: int, repeats: int) -> list[float]:
+def _events(runs: Sequence[Run], warmup: int, repeats: int) -> list[float]:
+    turns = cycle(runs)
     marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     for _ in range(warmup):
-        run()
+        next(turns)()
     torch.cuda.synchronize()
     for start, end in marks:
         start.record()
-        run()
+        next(turns)()
         end.record()
     torch.cuda.synchronize()
     return [start.elapsed_time(end) for start, end in marks]
 
 
-def _host(run: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    gc.collect()
-    start = time.perf_counter()
-    for _ in range(HOST_CALLS):
-        run()
-    us = (time.perf_counter() - start) * 1e6 / HOST_CALLS
-    torch.cuda.synchronize()
-    return us
-
-
-def _graph(run: Callable[[], object], repeats: int) -> float | None:
-    """None where `run` cannot be captured, because it syncs."""
+def _graph(runs: Sequence[Run], repeats: int) -> tuple[float, float, float] | None:
+    """Per call; None where it cannot be captured, because it syncs."""
+    calls = max(GRAPH_CALLS, len(runs))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
-            for _ in range(GRAPH_CALLS):
+            for run in islice(cycle(runs), calls):
                 run()
     except RuntimeError:
         torch.cuda.synchronize()
         return None
-    return statistics.median(_events(graph.replay, 3, repeats)) / GRAPH_CALLS
+    median, p20, p80 = _spread(_events([graph.replay], 3, repeats))
+    return median / calls, p20 / calls, p80 / calls
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -118,5 +173,6 @@ def copy_bandwidth(device: torch.device) -> float:
     size = 2**30 if device.type == "cuda" else 2**25
     source = torch.empty(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    ms = (_events if device.type == "cuda" else _wall)(lambda: target.copy_(source), 3, 10)
+    copy = [lambda: target.copy_(source)]
+    ms = (_events if device.type == "cuda" else _wall)(copy, 3, 10)
     return 2 * size / (statistics.median(ms) / 1e3)

@@ -1,7 +1,11 @@
 """The whole call against the definition, and the bitwise promises."""
 
+import os
+import subprocess
+import sys
 from functools import lru_cache
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -270,3 +274,18 @@ def test_rows_past_the_last_offset_are_not_read_and_come_back_as_zeros(pack, tar
     o, final = target.run(short | poisoned, out=out)
     assert_same_bits("o", o, want_o)
     assert_same_bits("final state", final, want_final)
+
+
+@pytest.mark.gpu
+def test_two_processes_give_the_same_bits():
+    script = Path(__file__).with_name("bits.py")
+    root = {"PYTHONPATH": os.pathsep.join((str(script.parents[1]), *sys.path))}
+    run = [sys.executable, str(script)]
+    first, second = (
+        subprocess.run(
+            run, env=os.environ | root, capture_output=True, text=True, check=True
+        ).stdout
+        for _ in range(2)
+    )
+    assert len(first.splitlines()) == 2 * len(CASES)
+    assert first == second

@@ -1,0 +1,78 @@
+"""The parts of a call of ours, each alone: stages on the device, steps on the host."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import kda
+from bench import timing
+from kda import check, device, planner, registry, workspace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+
+class Parts(NamedTuple):
+    """What `kda.prefill` does with one call, step by step."""
+
+    check: Callable[[], Any]
+    plan: Callable[[], Any]
+    plan_new: Callable[[], Any]
+    allocate: Callable[[], Any]
+    launch: Callable[[], Any]
+    prepare: Callable[[], Any]
+    recurrence: Callable[[], Any]
+
+
+def parts(call: dict[str, Any]) -> Parts:
+    bound = inspect.signature(kda.prefill).bind(**call)
+    bound.apply_defaults()
+    backend = bound.arguments.pop("backend")
+    to_problem = partial(check.to_problem, *bound.args, **bound.kwargs)
+    args, problem = to_problem()
+    on = call["q"].device
+
+    def plan() -> Any:
+        return planner.plan(problem, registry.offers(backend, device.facts(on)))
+
+    def plan_new() -> Any:
+        return getattr(planner.plan, "__wrapped__", planner.plan)(
+            problem, registry.offers(backend, device.facts(on))
+        )
+
+    def allocate() -> Any:
+        return workspace.allocate_outputs(args), workspace.carve(plan_once, args.q)
+
+    plan_once = plan()
+    ready, ws = allocate()
+    kernels = registry.load(plan_once.backend)
+    launches = (
+        partial(getattr(kernels, name), ready, plan_once, ws)
+        for name in ("launch", "prepare", "recurrence")
+    )
+    return Parts(to_problem, plan, plan_new, allocate, *launches)
+
+
+def times(call: dict[str, Any], on: torch.device) -> dict[str, Any]:
+    """Each stage alone, as the plan launches it."""
+    of = parts(call)
+    return {
+        "ms_prepare": timing.stage_ms(of.prepare, on),
+        "ms_recurrence": timing.stage_ms(of.recurrence, on),
+    }
+
+
+def host_times(call: dict[str, Any], on: torch.device) -> dict[str, Any]:
+    """Each step alone; on a CPU the launch is the computation itself."""
+    of = parts(call)
+    return {
+        "us_check": timing.host_us(of.check, on),
+        "us_plan": timing.host_us(of.plan, on),
+        "us_plan_new": timing.host_us(of.plan_new, on),
+        "us_allocate": timing.host_us(of.allocate, on),
+        "us_launch": timing.host_us(of.launch, on),
+    }
