@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
 
@@ -280,12 +280,7 @@ def test_rows_past_the_last_offset_are_not_read_and_come_back_as_zeros(pack, tar
 def test_two_processes_give_the_same_bits():
     script = Path(__file__).with_name("bits.py")
     root = {"PYTHONPATH": os.pathsep.join((str(script.parents[1]), *sys.path))}
-    run = [sys.executable, str(script)]
-    first, second = (
-        subprocess.run(
-            run, env=os.environ | root, capture_output=True, text=True, check=True
-        ).stdout
-        for _ in range(2)
-    )
+    run = partial(subprocess.run, [sys.executable, str(script)], env=os.environ | root)
+    first, second = (run(capture_output=True, text=True, check=True).stdout for _ in range(2))
     assert len(first.splitlines()) == 2 * len(CASES)
     assert first == second
