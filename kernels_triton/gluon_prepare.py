@@ -321,6 +321,7 @@ def prepare_kernel(
     nx_s = gl.allocate_shared_memory(gl.float16, [C, 32], L.swizzled_32)
     n_s.store(gl.where((o_r[:, None] >> 4) != (o_c[None, :] >> 4), b_L, 0.0).to(gl.float16))
     nx_s.store(b_LX)
+    fence_async_shared()  # here, because barriers follow before a product reads them
 
     # (I + L)^-1: with X the inverse of diagonal blocks and N what joins two of them, X - X N X
     b_X = diagonal_inverse(b_L)
@@ -362,6 +363,7 @@ def prepare_kernel(
     kr_o = gl.allocate_shared_memory(gl.bfloat16, [C, D], L.swizzled_64)
     m_o = gl.allocate_shared_memory(gl.bfloat16, [C, C], L.swizzled_64)
     kr_o.store(b_kr.to(gl.bfloat16))
+    fence_async_shared()
     m_o.store((b_M * scale).to(gl.bfloat16))
     fence_async_shared()
     async_store(operands, [2 * region_rows + w.to(gl.int32), 0], kr_o)
