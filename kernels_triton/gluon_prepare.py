@@ -369,3 +369,7 @@ def prepare_kernel(
     async_store(operands, [2 * region_rows + w.to(gl.int32), 0], kr_o)
     async_store(m, [w.to(gl.int32), 0], m_o)
     tma.store_wait(0)
+    # Last, so that no other buffer takes the barriers' memory before: its life would end with the
+    # last wait. It once did, and programs that were preempted found eight bytes of kr_s changed.
+    mbarrier.invalidate(bar.index(0))
+    mbarrier.invalidate(bar.index(1))
