@@ -229,6 +229,8 @@ def writes_apart(
     for name, x in (("final_state", final_state), ("out", out)):
         if x is None:
             continue
+        if x.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError(f"{name} must not be an inference tensor outside inference mode")
         if not x.is_contiguous() and views.touches_twice(x):
             raise ValueError(f"{name} must not overlap itself, got strides {x.stride()}")
         start, end = x.data_ptr(), views.end(x)

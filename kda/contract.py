@@ -67,6 +67,10 @@ class NotSplittableError(ValueError):
 class BackendError(NotImplementedError):
     """No backend, or not the one asked for, can run the call; the message has every reason."""
 
+    def __init__(self, message: str, rejected: tuple[tuple[str, str], ...] = ()) -> None:
+        super().__init__(message)
+        self.rejected = rejected  # (backend, why not)
+
 
 class Problem(NamedTuple):
     """One call as integers."""

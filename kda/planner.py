@@ -28,10 +28,12 @@ def choose(
         rejected.append((offer.backend, why))
     reasons = "; ".join(f"{name}: {why}" for name, why in rejected)
     if len(offers) == 1:
-        raise BackendError(f"backend {rejected[0][0]!r} cannot run this call: {rejected[0][1]}")
+        message = f"backend {rejected[0][0]!r} cannot run this call: {rejected[0][1]}"
+        raise BackendError(message, tuple(rejected))
     raise BackendError(
         f"no backend can run this call ({reasons}). "
-        'backend="torch" runs anywhere, many times slower than a kernel; it must be asked for'
+        'backend="torch" runs anywhere, many times slower than a kernel; it must be asked for',
+        tuple(rejected),
     )
 
 
@@ -49,12 +51,12 @@ def plan(problem: Problem, offers: tuple[Offer, ...]) -> Plan:
         )
     offer, rejected = choose(problem, offers)
     B, T, HV, N = problem.B, problem.T, problem.HV, problem.N
-    mean_len = B * T // N
+    length = varlen.typical_length(B, T, N, problem.seq_lens)
     rule = next(
         r
         for r in tuning.RULES[offer.backend]
         if r.min_programs <= N * HV
-        and mean_len >= r.min_mean_len
+        and length >= r.min_len
         and not r.lacks & problem.features
         and (offer.gluon or not r.variant.gluon)
     )
@@ -62,8 +64,8 @@ def plan(problem: Problem, offers: tuple[Offer, ...]) -> Plan:
     tiles = varlen.tile_count(B, T, N, problem.packed, step) if T else 0
     reason = (
         f"{offer.backend}{' (Gluon)' * rule.variant.gluon}: {step} tokens a step, "
-        f"{rule.variant.v_block} value rows a program, for {N} x {HV} recurrences of {mean_len} "
-        f"tokens on average ({rule.source}); serial"
+        f"{rule.variant.v_block} value rows a program, for {N} x {HV} recurrences of typically "
+        f"{length} tokens ({rule.source}); serial"
     )
     return Plan(
         backend=offer.backend,
@@ -77,4 +79,14 @@ def plan(problem: Problem, offers: tuple[Offer, ...]) -> Plan:
         max_steps=varlen.max_steps(T, problem.seq_lens, step),
         segments=1,
         workspace_bytes=workspace.size(tiles, HV, step),
+    )
+
+
+def most_workspace(problem: Problem, offers: tuple[Offer, ...]) -> int:
+    """Bytes of the largest workspace that any call of these sizes is planned with."""
+    B, T, HV, N = problem.B, problem.T, problem.HV, problem.N
+    steps = {r.variant.step for r in tuning.RULES[choose(problem, offers)[0].backend]}
+    return max(
+        workspace.size(varlen.tile_count(B, T, N, problem.packed, step) if T else 0, HV, step)
+        for step in steps
     )

@@ -177,5 +177,7 @@ def write_out(args: Args, plan: Plan, at: Spans, o: Tensor) -> None:
 
 
 def launch(args: Args, plan: Plan, ws: Workspace) -> None:
-    prepare(args, plan, ws)
-    recurrence(args, plan, ws)
+    """Both stages, whatever autocast would make of their products."""
+    with torch.autocast(args.q.device.type, enabled=False):
+        prepare(args, plan, ws)
+        recurrence(args, plan, ws)

@@ -6,7 +6,7 @@ import inspect
 from typing import TYPE_CHECKING, Any, Literal
 
 from kda import check, device, planner, registry, workspace
-from kda.contract import Offer, Plan, Problem
+from kda.contract import BackendError, Offer, Plan, Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +49,7 @@ def prefill(
         q, k: [B, T, H, 128] bf16.
         v: [B, T, HV, 128] bf16; HV is a multiple of H.
         g: [B, T, HV, 128] bf16 or fp32; the raw gate, or the log decay a itself in nats a token
-            (`use_gate_in_kernel=False`).
+            (`use_gate_in_kernel=False`), which is at most 0.
         beta: [B, T, HV] bf16 or fp32; logits, or beta itself in [0, 2]
             (`use_beta_sigmoid_in_kernel=False`). Any strides.
         A_log: [HV] fp32. dt_bias: [HV, 128] or [HV * 128] fp32. In-kernel gate only; A_log may be
@@ -64,8 +64,8 @@ def prefill(
         allow_neg_eigval: beta = 2 sigmoid(b); needs the in-kernel sigmoid.
         cu_seqlens: [N + 1] int32 or int64 on q's device, first 0: packed sequences, B = 1. Never
             read by the host if it is on a GPU. Offsets that go backwards give an empty sequence,
-            and leave what overlapping sequences hold undefined. Rows at and past the last offset
-            come back as zeros.
+            and leave the other results undefined (never out of bounds). Rows at and past the last
+            offset come back as zeros.
         cu_seqlens_cpu: the same offsets on the CPU, for a plan that knows the lengths.
         initial_state: [N, HV, V, K] fp32 or bf16 (N = B if dense), [N, HV, K, V] if
             `state_v_first=False`. None is zero.
@@ -112,8 +112,12 @@ def prefill(
         out=out,
         use_intracard_cp=use_intracard_cp,
     )
-    plan = planner.plan(problem, registry.offers(backend, device.facts(q.device)))
-    registry.report(plan)
+    try:
+        plan = planner.plan(problem, registry.offers(backend, device.facts(q.device)))
+    except BackendError as e:
+        registry.report(e.rejected)
+        raise
+    registry.report((*plan.rejected, (plan.backend, "chosen")))
     with device.guard(q.device):
         args = workspace.allocate_outputs(args)
         if plan.tiles:
@@ -155,8 +159,8 @@ def workspace_size(
     N: int | None = None,
     backend: str = "auto",
 ) -> int:
-    """Bytes that a call on the current device allocates besides its outputs, with the gate and
-    dtypes of a serving model; calls that take the plain stages (README) need less.
+    """Bytes that a call on the current device allocates besides its outputs, at most: whatever its
+    lengths, gate and dtypes. A call of long sequences that takes Gluon (README) needs all of it.
 
     Args:
         T: tokens per batch row, or all tokens of a packed call.
@@ -165,5 +169,8 @@ def workspace_size(
         N: sequences of a packed call; their lengths do not matter. None: dense.
         backend: as in `prefill`.
     """
+    for name, n in {"T": T, "HV": HV, "H": H or HV, "B": B, "N": N or B}.items():
+        if type(n) is not int or n < (name != "T"):
+            raise ValueError(f"{name} must be a positive int (T may be 0), got {n!r}")
     problem = Problem(B, T, H or HV, HV, N or B, N is not None, None, frozenset())
-    return planner.plan(problem, registry.offers(backend, device.default())).workspace_bytes
+    return planner.most_workspace(problem, registry.offers(backend, device.default()))

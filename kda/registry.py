@@ -65,14 +65,18 @@ def import_failure(package: str) -> str | None:
 
 def offers(backend: str, device: Device) -> tuple[Offer, ...]:
     """The candidates for a call in order of preference. KDA_BACKEND replaces "auto" only."""
+    name = "backend"
+    if not isinstance(backend, str):
+        raise TypeError(f"backend must be a str, got {type(backend).__name__}")
     if backend == "auto":
+        name = "KDA_BACKEND"
         backend = os.environ.get("KDA_BACKEND", "") or "auto"
     if backend == "auto":
         names = AUTO_ON_CPU if device.type == "cpu" else AUTO
         return tuple(offer(name, device) for name in names)
     if backend not in BACKENDS:
         known = ", ".join(repr(name) for name in ("auto", *BACKENDS))
-        raise ValueError(f"backend must be one of {known}, got {backend!r}")
+        raise ValueError(f"{name} must be one of {known}, got {backend!r}")
     return (offer(backend, device),)
 
 
@@ -84,9 +88,9 @@ def load(backend: str) -> Backend:
 _reported: set[tuple[str, str]] = set()
 
 
-def report(plan: Plan) -> None:
-    """Logs each backend's first choice and each new rejection once, at INFO."""
-    for event in (*plan.rejected, (plan.backend, "chosen")):
+def report(events: tuple[tuple[str, str], ...]) -> None:
+    """Logs each new choice and each new rejection, (backend, what), once at INFO."""
+    for event in events:
         if event not in _reported:
             _reported.add(event)
             log.info("backend %s: %s", *event)

@@ -26,6 +26,7 @@ BF16 = (torch.bfloat16,)
 BF16_OR_FP32 = (torch.bfloat16, torch.float32)
 INTEGERS = (torch.int32, torch.int64)
 FP32_MAX = torch.finfo(torch.float32).max
+FP32_TINY = torch.finfo(torch.float32).tiny
 DEFAULT_SCALE = HEAD_DIM**-0.5
 ALIGNMENT = 16  # bytes: TMA's rule for the base address and every stride but the last
 
@@ -66,12 +67,15 @@ def number(name: str, x: Any) -> float:
     if isinstance(x, bool) or not isinstance(x, Real):
         why = hint("type", name) if isinstance(x, Tensor) else ""
         raise TypeError(f"{name} must be a number or None, got {type(x).__name__}{why}")
-    return float(x)
+    try:
+        return float(x)
+    except OverflowError:
+        raise ValueError(f"{name} must be finite, got {x}") from None
 
 
 def scale(x: Any) -> float:
     value = DEFAULT_SCALE if x is None else number("scale", x)
-    if not 0 < abs(value) <= FP32_MAX:
+    if not FP32_TINY <= abs(value) <= FP32_MAX:
         raise ValueError(f"scale must be finite in fp32 and not 0, got {value}")
     return value
 
@@ -98,6 +102,8 @@ def tensor(name: str, x: Any, dtypes: Dtypes, device: Where) -> torch.Size:
         raise ValueError(f"{name} must be {expected}, got {x.dtype}{hint('dtype', name)}")
     if x.layout is not torch.strided:
         raise ValueError(f"{name} must have layout torch.strided, got {x.layout}")
+    if x.is_neg():
+        raise ValueError(f"{name} must hold its values, got a negated view; use resolve_neg()")
     if x.device != device:
         came = f"{x.device}{hint('device', name)}"
         raise ValueError(f"{name} must be on {device}, got {came}")
@@ -144,6 +150,8 @@ def aligned(name: str, x: Tensor) -> None:
     b, t, h, d = x.stride()
     size = x.element_size()
     if d == 1 and b and t and h and not (x.data_ptr() | (b | t | h) * size) % ALIGNMENT:
+        return
+    if not x.numel():
         return
     unit_last_stride(name, x)
     for dim, n, stride in zip(("B", "T", "heads"), x.shape, (b, t, h), strict=False):

@@ -9,7 +9,7 @@ class Rule(NamedTuple):
     """The first rule whose conditions all hold gives the variant."""
 
     min_programs: int  # independent recurrences: N * HV
-    min_mean_len: int  # tokens a sequence
+    min_len: int  # tokens of the sequence that a token lies in, on average
     variant: Variant
     source: str  # a file of bench/results, or "fallback: <why>"
     lacks: frozenset[Feature] = frozenset()  # calls with any of these go to a later rule

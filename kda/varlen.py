@@ -31,6 +31,15 @@ def max_steps(T: int, seq_lens: Sequence[int] | None, step: int) -> int:
     return ceil_div(max(seq_lens) if seq_lens is not None else T, step)
 
 
+def typical_length(B: int, T: int, N: int, seq_lens: Sequence[int] | None) -> int:
+    """Tokens of the sequence that a token lies in, on average; of all sequences where no length is
+    known."""
+    tokens = 0 if seq_lens is None else sum(seq_lens)
+    if not tokens:
+        return B * T // N
+    return sum(n * n for n in seq_lens or ()) // tokens
+
+
 def sequence_bounds(cu_seqlens: Tensor, T: int) -> tuple[Tensor, Tensor]:
     """First token and length of each sequence, int64 [N], clamped so that no offset reads outside.
 

@@ -23,18 +23,21 @@ def available(device: Device) -> str | None:
         return f"it is built for Hopper (compute capability 9.0), {device.name} has {found}"
     if (why := import_failure("triton")) is not None:
         return why
-    if triton_version() < OLDEST_TRITON:
-        return "it needs Triton >= 3.6, found {}.{}".format(*triton_version())
+    version = triton_version()
+    if version is None or version < OLDEST_TRITON:
+        found = "none: a broken install" if version is None else "{}.{}".format(*version)
+        return f"it needs Triton >= 3.6, found {found}"
     return None
 
 
 def gluon(device: Device) -> bool:
     """Whether the Gluon variants can run: on a GPU, with a Triton that they were compiled on."""
-    return device.type == "cuda" and triton_version() <= NEWEST_GLUON
+    version = triton_version()
+    return device.type == "cuda" and version is not None and version <= NEWEST_GLUON
 
 
-def triton_version() -> tuple[int, int]:
+def triton_version() -> tuple[int, int] | None:
     import triton
 
-    major, minor = re.findall(r"\d+", triton.__version__)[:2]
-    return int(major), int(minor)
+    found = re.match(r"(\d+)\.(\d+)", getattr(triton, "__version__", ""))
+    return (int(found[1]), int(found[2])) if found else None

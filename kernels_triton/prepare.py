@@ -73,7 +73,7 @@ def log2_decay(
     if IN_KERNEL:
         b_rate = tl.full((), 1.0, tl.float32)
         if HAS_A_LOG:
-            b_rate = tl.exp(tl.load(A_log + i_h))
+            b_rate = tl.minimum(tl.exp(tl.load(A_log + i_h)), 1e30)  # inf - inf otherwise
         b_bias = tl.zeros_like(o_d).to(tl.float32)
         if HAS_DT_BIAS:
             b_bias = tl.load(dt_bias + i_h * D + o_d)
@@ -87,9 +87,10 @@ def log2_decay(
     else:
         b_a = b_g
         if BOUNDED:
-            b_a = tl.minimum(tl.maximum(b_g, lower_bound), 0.0)
+            b_a = tl.maximum(b_g, lower_bound, propagate_nan=tl.PropagateNan.ALL)
+            b_a = tl.minimum(b_a, 0.0, propagate_nan=tl.PropagateNan.ALL)
     if not BOUNDED:
-        b_a = tl.maximum(b_a, NO_DECAY_LEFT)
+        b_a = tl.maximum(b_a, NO_DECAY_LEFT, propagate_nan=tl.PropagateNan.ALL)
     return tl.where(m_t[:, None], b_a, 0.0), b_factor
 
 
@@ -226,10 +227,11 @@ def prepare_kernel(
     b_L = tl.where(o_c[:, None] > o_c[None, :], b_L, 0.0) * b_beta[:, None]
     b_M = (tl.where(o_c[:, None] >= o_c[None, :], b_M, 0.0)).to(tl.float16)
 
-    # E6. fp16 holds A and M, whose entries are bounded, better than bf16
+    # E6. fp16 holds the inverse and M, whose entries are bounded, better than bf16; beta and scale,
+    # which may be tiny or large, come after
     SPLIT: tl.constexpr = BETA_SCALE != 1
-    b_A = (invert(b_L, SPLIT, INTERPRET) * b_beta[None, :]).to(tl.float16)
+    b_X = invert(b_L, SPLIT, INTERPRET).to(tl.float16)
     p_m = w * C + o_c[:, None] * C + o_c[None, :]
-    tl.store(m + p_m, (dot(b_M, b_A, None, INTERPRET) * scale).to(tl.bfloat16))
-    b_kr = dot(tl.trans(b_A), b_kr.to(tl.float16), None, INTERPRET)
-    tl.store(kr + p_w, b_kr.to(tl.bfloat16))
+    tl.store(m + p_m, (dot(b_M, b_X, None, INTERPRET) * (b_beta[None, :] * scale)).to(tl.bfloat16))
+    b_kr = dot(tl.trans(b_X), b_kr.to(tl.float16), None, INTERPRET)
+    tl.store(kr + p_w, (b_kr * b_beta[:, None]).to(tl.bfloat16))

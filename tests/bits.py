@@ -18,7 +18,7 @@ def digest(*tensors: torch.Tensor) -> str:
 
 def main() -> None:
     shipped = tuning.RULES["triton"]
-    for rules in (shipped, tuple(r._replace(min_mean_len=0) for r in shipped)):  # plain, Gluon
+    for rules in (shipped, tuple(r._replace(min_len=0) for r in shipped)):  # plain, Gluon
         tuning.RULES["triton"] = rules
         planner.plan.cache_clear()
         for case in CASES:

@@ -64,7 +64,7 @@ else:
 @pytest.fixture(params=TARGETS)
 def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     if request.param.gluon:
-        rules = tuple(r._replace(min_mean_len=0) for r in tuning.RULES["triton"])
+        rules = tuple(r._replace(min_len=0) for r in tuning.RULES["triton"])
         monkeypatch.setitem(tuning.RULES, "triton", rules)
         planner.plan.cache_clear()
     yield request.param

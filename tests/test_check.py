@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kda
-from kda import check, planner, views, workspace
+from kda import check, planner, rules, views, workspace
 from kda.contract import Feature, Gate
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -519,7 +519,31 @@ def test_inference_tensors_are_tensors():
     with torch.inference_mode():
         call = arguments()
         to_problem(call)
-    to_problem(call)
+        out = torch.empty_like(call["v"])
+    to_problem({name: x for name, x in call.items() if name not in ("out", "final_state")})
+    with pytest.raises(ValueError, match="out"):  # PyTorch would refuse the write, but too late
+        to_problem(call | {"out": out, "final_state": None})
+
+
+def test_a_negated_view_is_refused_and_resolved_accepted():
+    call = arguments()
+    beta = torch.complex(call["beta"].float(), -call["beta"].float()).conj().imag
+    assert beta.is_neg()
+    with pytest.raises(ValueError, match="beta"):
+        to_problem(call | {"beta": beta})
+    to_problem(call | {"beta": beta.resolve_neg()})
+
+
+@pytest.mark.parametrize("scale", [1e-50, 0.0, 10**400, float("inf")])
+def test_a_scale_that_fp32_cannot_hold_is_refused(scale):
+    with pytest.raises(ValueError, match="scale"):
+        to_problem(arguments() | {"scale": scale})
+
+
+def test_strides_of_no_tokens_do_not_matter():
+    g = -5 * torch.randn(2, 0, 1, 128).sigmoid()
+    assert 0 in g.stride()
+    rules.aligned("g", g)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Every Triton and Gluon variant that a plan can name compiles for sm_90, without a GPU."""
 
+import re
+
 import pytest
 import torch
 from cases import Case, make_inputs
@@ -64,3 +66,14 @@ def test_the_recurrence_waits_for_its_products_only_where_the_source_does(varian
     found = sass(recurrence, tmp_path)
     assert found.wgmma == 24  # 8 + 8 for x and o, 4 + 4 for the state and o, 64 tokens a step
     assert found.wgmma_waits == 3
+
+
+@pytest.mark.parametrize("variant", [x for x in VARIANTS if x.variant.gluon], ids=str)
+def test_prepare_invalidates_its_barriers_before_their_memory_could_serve_again(variant, force):
+    prepare, _ = compile_call(variant, CALLS["packed"], True, force)
+    ptx = prepare.asm["ptx"]
+    made = re.findall(r"mbarrier\.init\S+ \[(\S+)\]", ptx)
+    assert len(made) == 2
+    assert re.findall(r"mbarrier\.inval\S+ \[(\S+)\]", ptx) == made
+    last_store = ptx.rindex("cp.async.bulk.tensor.2d.global")
+    assert ptx.index("mbarrier.inval") > last_store

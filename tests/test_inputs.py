@@ -442,3 +442,32 @@ def test_37_a_warm_packed_call_does_not_synchronise(target):
         target.run(call)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+# More of the kind
+
+
+@pytest.mark.small
+def test_autocast_changes_no_bits(target):
+    call = make_inputs(Case("autocast", (40,), "weak", H=1, HV=1), target.device)
+    want_o, want_final = target.run(call)
+    with torch.autocast(target.device, torch.bfloat16):
+        o, final = target.run(call)
+    assert_same_bits("o", o, want_o)
+    assert_same_bits("final state", final, want_final)
+
+
+@pytest.mark.small
+def test_tiny_betas_keep_their_digits(target):
+    call = make_inputs(Case("tiny", (40,), "weak", H=1, HV=1), target.device)
+    holds(target, call | {"beta": call["beta"] - 14.0})
+
+
+@pytest.mark.small
+def test_a_nan_in_a_live_computed_gate_is_not_hidden(target):
+    case = Case("nan_gate", (40,), "weak", H=1, HV=1, g_dtype=FP32, computed=True)
+    call = make_inputs(case, target.device)
+    call["g"][0, 20, 0, 5] = torch.nan
+    o, final = target.run(call)
+    assert o[:, 20:].isnan().all()
+    assert final.isnan().any()

@@ -134,7 +134,7 @@ def test_the_first_rule_that_applies_wins_and_the_reason_has_its_source(
 @pytest.mark.parametrize("backend", tuning.RULES)
 def test_some_rule_applies_to_every_call(backend):
     last = tuning.RULES[backend][-1]
-    assert (last.min_programs, last.min_mean_len, last.lacks) == (0, 0, frozenset())
+    assert (last.min_programs, last.min_len, last.lacks) == (0, 0, frozenset())
     assert not last.variant.gluon
     for rule in tuning.RULES[backend]:
         assert rule.variant.chunks_per_step in (1, 2, 4)

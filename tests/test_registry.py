@@ -136,6 +136,9 @@ def test_an_old_triton_is_a_reason_that_has_both_versions(monkeypatch):
         why = kernels_triton.available(H200)
         assert (why is not None) is too_old
         assert why is None or why == "it needs Triton >= 3.6, found " + version[:3]
+    for version in ("main", ""):
+        monkeypatch.setattr(fake, "__version__", version)
+        assert "broken install" in kernels_triton.available(H200)
 
 
 def test_a_missing_optional_package_is_a_reason(monkeypatch):
@@ -196,11 +199,11 @@ def test_each_choice_and_each_new_rejection_is_logged_once(caplog):
     offers = registry.offers("cute", H200) + registry.offers("torch", CPU)
     plan = planner.plan(DENSE, offers)
     for _ in range(3):
-        registry.report(plan)
+        registry.report((*plan.rejected, (plan.backend, "chosen")))
     first = ["backend cute: the CuTeDSL kernels", "backend torch: chosen"]
     assert len(caplog.messages) == 2
     assert all(m.startswith(f) for m, f in zip(caplog.messages, first, strict=True))
-    registry.report(plan._replace(rejected=(*plan.rejected, ("triton", "new reason"))))
+    registry.report((*plan.rejected, ("triton", "new reason"), (plan.backend, "chosen")))
     assert caplog.messages[2:] == ["backend triton: new reason"]
     assert {(r.name, r.levelname) for r in caplog.records} == {("kda", "INFO")}
 

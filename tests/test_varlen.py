@@ -106,3 +106,17 @@ def test_known_lengths_never_promise_more_steps_than_unknown_ones(lengths, step)
     known = varlen.max_steps(T, lengths, step)
     assert known == max(-(-n // step) for n in lengths)
     assert known <= varlen.max_steps(T, None, step)
+
+
+@pytest.mark.parametrize(
+    ("seq_lens", "expected"),
+    [
+        (None, 25),
+        ((100, 0, 0, 0), 100),
+        ((25, 25, 25, 25), 25),
+        ((97, 1, 1, 1), 94),
+        ((0,) * 4, 25),
+    ],
+)
+def test_the_typical_length_is_that_of_a_tokens_sequence(seq_lens, expected):
+    assert varlen.typical_length(1, 100, 4, seq_lens) == expected
