@@ -24,8 +24,6 @@ GRAPH_CALLS = 4  # calls in one captured graph: replaying a graph costs a few us
 ROTATED_L2, MOST_SETS = 3, 24  # input sets together take three times the L2, but no more than 24
 CPU_CACHE = 2**25  # bytes, where torch does not tell
 
-SPREAD = ("ms_median", "ms_p20", "ms_p80")
-
 
 def protocol(rotate: bool) -> str:
     l2 = (

@@ -21,8 +21,6 @@ HEAD_DIM = 128
 MIN_LOWER_BOUND = -5.0
 """The strongest promised gate bound: CHUNK * 5 = 80 nats, and exp(88.7) is the end of fp32."""
 
-LOG2_E = 1.4426950408889634
-
 
 class Gate(Enum):
     """Which log decay a [nats a token] the call asks for (README, E2)."""

@@ -1,4 +1,4 @@
-"""The only file that asks torch about a device."""
+"""What torch knows of a device, for probes and plans."""
 
 from __future__ import annotations
 

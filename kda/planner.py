@@ -1,4 +1,4 @@
-"""Problem x offers -> Plan. Pure: integers in, integers and reasons out, no torch."""
+"""Problem x offers -> Plan. Pure: integers in, integers and reasons out."""
 
 from __future__ import annotations
 

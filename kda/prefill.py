@@ -73,12 +73,13 @@ def prefill(
         final_state: buffer for it, fp32 or bf16, written and returned. It may be the very tensor
             given as initial_state; any other overlap is an error.
         out: [B, T, HV, 128] bf16 buffer for o, written and returned.
-        use_intracard_cp: split long sequences into segments that run in parallel on one GPU.
+        use_intracard_cp: "auto" and False run every sequence serially in this version; True, which
+            asks for segments that run in parallel on one GPU, raises.
         backend: "auto" ("cute", then "triton", for CUDA tensors; "torch" for CPU tensors), or one
             of them, which then never falls back.
 
     q, k, v, g and out may be strided: last stride 1, base address and other strides multiples of
-    16 bytes. No input is copied, cast or written.
+    16 bytes. No input is written, unless initial_state is given as final_state, too.
 
     Returns:
         (o [B, T, HV, 128] bf16, final state or None).
@@ -154,7 +155,6 @@ def workspace_size(
     T: int,
     HV: int,
     *,
-    H: int | None = None,
     B: int = 1,
     N: int | None = None,
     backend: str = "auto",
@@ -164,13 +164,13 @@ def workspace_size(
 
     Args:
         T: tokens per batch row, or all tokens of a packed call.
-        HV, H: value heads and query/key heads (H = HV unless given).
+        HV: value heads.
         B: batch of a dense call.
         N: sequences of a packed call; their lengths do not matter. None: dense.
         backend: as in `prefill`.
     """
-    for name, n in {"T": T, "HV": HV, "H": H or HV, "B": B, "N": N or B}.items():
+    for name, n in {"T": T, "HV": HV, "B": B, "N": B if N is None else N}.items():
         if type(n) is not int or n < (name != "T"):
             raise ValueError(f"{name} must be a positive int (T may be 0), got {n!r}")
-    problem = Problem(B, T, H or HV, HV, N or B, N is not None, None, frozenset())
+    problem = Problem(B, T, HV, HV, N or B, N is not None, None, frozenset())
     return planner.most_workspace(problem, registry.offers(backend, device.default()))

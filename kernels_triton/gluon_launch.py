@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kda.contract import HEAD_DIM
 from kernels_triton.gluon_ops import DESCRIPTORS
-from kernels_triton.gluon_prepare import prepare_kernel
+from kernels_triton.gluon_prepare import C, prepare_kernel
 from kernels_triton.gluon_recurrence import recurrence_kernel
 from kernels_triton.launcher import Launcher, strides
 
@@ -30,6 +30,7 @@ def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
     """Stage 1: fills the workspace, and zeros the rows of `out` past the last offset."""
     B, T, H, D = args.q.shape
     step = plan.step
+    assert step == C.value
     count = plan.tiles * plan.HV * step
     launch_prepare(
         (plan.tiles * plan.HV, 1, 1),

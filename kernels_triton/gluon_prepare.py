@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels_triton.gluon_layouts import layouts
 from kernels_triton.gluon_ops import D, async_load, async_store, exp2, reciprocal
-from kernels_triton.ops import aligned, first_tile, sequence_bounds, sequence_of_tile
+from kernels_triton.ops import aligned, first_tile, offset, sequence_bounds, sequence_of_tile
 
 C = gl.constexpr(64)
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -170,7 +170,7 @@ def prepare_kernel(
         i_n = sequence_of_tile(cu_seqlens, i_tile, T, N, C)
         i_t = (i_tile - first_tile(cu_seqlens, i_n, T, C)) * C
         if i_n == N:
-            first = gl.minimum(gl.maximum(gl.load(cu_seqlens + N), 0), T).to(gl.int32) + i_t
+            first = offset(cu_seqlens, N, T) + i_t
             zero_rows(out, first, T, i_h, out_t, out_h)
             return
         bos, length = sequence_bounds(cu_seqlens, i_n, T)
@@ -217,7 +217,7 @@ def prepare_kernel(
     else:
         bias = gl.zeros([D], gl.float32, L.channels)
     bias = gl.expand_dims(gl.expand_dims(bias, 0), 1)
-    lb2 = lower_bound * LOG2_E
+    lower_bound_log2 = lower_bound * LOG2_E
 
     # E1
     q_norm = gl.allocate_shared_memory(gl.float32, [C], L.plain_1)
@@ -243,10 +243,10 @@ def prepare_kernel(
     # E2, and the chunks' decays D_p >= e^-80
     total_s = gl.allocate_shared_memory(gl.float32, [16, D], L.plain_2)
     mbarrier.wait(bar.index(1), 0)
-    b_a0 = gate_scan(g_s, total_s, 0, factor, bias, left, lb2)
-    b_a1 = gate_scan(g_s, total_s, 1, factor, bias, left, lb2)
-    b_a2 = gate_scan(g_s, total_s, 2, factor, bias, left, lb2)
-    b_a3 = gate_scan(g_s, total_s, 3, factor, bias, left, lb2)
+    b_a0 = gate_scan(g_s, total_s, 0, factor, bias, left, lower_bound_log2)
+    b_a1 = gate_scan(g_s, total_s, 1, factor, bias, left, lower_bound_log2)
+    b_a2 = gate_scan(g_s, total_s, 2, factor, bias, left, lower_bound_log2)
+    b_a3 = gate_scan(g_s, total_s, 3, factor, bias, left, lower_bound_log2)
     b_t, b_off0 = chunk_total(total_s, 0)
     b_D0 = exp2(b_t)
     b_t, b_off1 = chunk_total(total_s, 1)
@@ -272,13 +272,13 @@ def prepare_kernel(
     p_w += gl.expand_dims(gl.expand_dims(o_d, 0), 1)
     for p in gl.static_range(4):
         if p == 0:
-            b_c = b_a0 * lb2 + gl.expand_dims(b_off0, 1)
+            b_c = b_a0 * lower_bound_log2 + gl.expand_dims(b_off0, 1)
         elif p == 1:
-            b_c = b_a1 * lb2 + gl.expand_dims(b_off1, 1)
+            b_c = b_a1 * lower_bound_log2 + gl.expand_dims(b_off1, 1)
         elif p == 2:
-            b_c = b_a2 * lb2 + gl.expand_dims(b_off2, 1)
+            b_c = b_a2 * lower_bound_log2 + gl.expand_dims(b_off2, 1)
         else:
-            b_c = b_a3 * lb2 + gl.expand_dims(b_off3, 1)
+            b_c = b_a3 * lower_bound_log2 + gl.expand_dims(b_off3, 1)
         b_e = exp2(b_c)
         b_q = chunk(q_s, p) * row_factor(q_norm, p) * b_e
         b_k = chunk(k_s, p) * row_factor(k_norm, p)

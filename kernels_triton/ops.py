@@ -42,18 +42,22 @@ def aligned(stride, ptr):
 
 
 @triton.jit
+def offset(cu_seqlens, i_n, T):
+    """Offset i_n, clamped so that nothing outside [0, T] is read."""
+    return tl.minimum(tl.maximum(tl.load(cu_seqlens + i_n), 0), T).to(tl.int32)
+
+
+@triton.jit
 def sequence_bounds(cu_seqlens, i_n, T):
-    """First token and length of sequence i_n, clamped so that no offset reads outside [0, T]."""
-    bos = tl.minimum(tl.maximum(tl.load(cu_seqlens + i_n), 0), T).to(tl.int32)
-    eos = tl.minimum(tl.maximum(tl.load(cu_seqlens + i_n + 1), 0), T).to(tl.int32)
-    return bos, tl.maximum(eos - bos, 0)
+    """First token and length of sequence i_n."""
+    bos = offset(cu_seqlens, i_n, T)
+    return bos, tl.maximum(offset(cu_seqlens, i_n + 1, T) - bos, 0)
 
 
 @triton.jit
 def first_tile(cu_seqlens, i_n, T, C: tl.constexpr):
     """Workspace tile of step 0 of sequence i_n (kda/varlen.py)."""
-    bos = tl.minimum(tl.maximum(tl.load(cu_seqlens + i_n), 0), T).to(tl.int32)
-    return bos // C + i_n
+    return offset(cu_seqlens, i_n, T) // C + i_n
 
 
 @triton.jit

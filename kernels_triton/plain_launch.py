@@ -9,7 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kda.contract import Gate
 from kernels_triton.descriptors import Descriptors
 from kernels_triton.launcher import INTERPRET, Launcher, strides
-from kernels_triton.prepare import prepare_kernel
+from kernels_triton.prepare import C, prepare_kernel
 from kernels_triton.recurrence import recurrence_kernel
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ launch_recurrence = Launcher(recurrence_kernel, settled="nkd qd kr m gamma v o o
 def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
     """Stage 1: fills the workspace, and zeros the rows of `out` past the last offset."""
     B, T, H, _ = args.q.shape
+    assert plan.step == C.value
     launch_prepare(
         (plan.tiles * plan.HV, 1, 1),
         (
@@ -35,7 +36,7 @@ def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
         ),
         {
             "PACKED": args.cu_seqlens is not None,
-            "NORM": args.use_qk_l2norm_in_kernel,
+            "NORMALISE": args.use_qk_l2norm_in_kernel,
             "GATE_IN_KERNEL": args.gate in (Gate.BOUNDED, Gate.SOFTPLUS),
             "BOUNDED": args.gate in (Gate.BOUNDED, Gate.GIVEN_BOUNDED),
             "HAS_A_LOG": args.A_log is not None,

@@ -12,6 +12,7 @@ from kernels_triton.ops import (
     dot,
     exp2,
     first_tile,
+    offset,
     reciprocal,
     sequence_bounds,
     sequence_of_tile,
@@ -149,7 +150,7 @@ def prepare_kernel(
     GROUP: tl.int32,  # HV / H
     lower_bound: tl.float32, scale: tl.float32,
     PACKED: tl.constexpr,
-    NORM: tl.constexpr,
+    NORMALISE: tl.constexpr,
     GATE_IN_KERNEL: tl.constexpr,
     BOUNDED: tl.constexpr,
     HAS_A_LOG: tl.constexpr,
@@ -166,7 +167,7 @@ def prepare_kernel(
         i_n = sequence_of_tile(cu_seqlens, i_tile, T, N, C)
         i_t = (i_tile - first_tile(cu_seqlens, i_n, T, C)) * C
         if i_n == N:
-            bos = tl.minimum(tl.maximum(tl.load(cu_seqlens + N), 0), T).to(tl.int32)
+            bos = offset(cu_seqlens, N, T)
             zero_rows(out, bos + i_t + o_c, bos + i_t + o_c < T, i_h, out_t, out_h)
             return
         bos, length = sequence_bounds(cu_seqlens, i_n, T)
@@ -197,7 +198,7 @@ def prepare_kernel(
     p_w = w * D + o_c[:, None] * D + o_d[None, :]
 
     # E1 to E3
-    if NORM:
+    if NORMALISE:
         b_q *= tl.rsqrt(tl.sum(b_q * b_q, 1) + 1e-6)[:, None]
         b_k *= tl.rsqrt(tl.sum(b_k * b_k, 1) + 1e-6)[:, None]
     if BETA_SCALE > 0:

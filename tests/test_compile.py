@@ -4,12 +4,12 @@ import re
 
 import pytest
 import torch
-from cases import Case, make_inputs
+from cases import BF16, FP32, Case, make_inputs
 from conftest import INTERPRETED, KEYWORDS, SHIPPED
 from sm90 import compiling, sass
 
 from kda import check, planner, workspace
-from kda.contract import Offer
+from kda.contract import Feature, Offer
 from kernels_triton import FEATURES, launch
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter replaces the compiler")
@@ -17,23 +17,32 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter replaces th
 VARIANTS = [x for x in SHIPPED if x.backend == "triton"]
 OFFERS = (Offer("triton", FEATURES, None, gluon=True),)
 
-# Between them: dense and packed, all state combinations and dtypes, both gate forms, both gate
-# dtypes, grouped values, with and without the optional parameters.
-BF16 = torch.bfloat16
-PLAIN = {"g_dtype": BF16, "beta_dtype": BF16}
+# Between them every feature, dense and packed, all state combinations and dtypes, with and without
+# the optional parameters.
 CALLS = {
-    "packed": Case("packed", (70, 0, 33), H=1, HV=2, **PLAIN),
-    "dense": Case("dense", (70, 70), packed=False, state_dtype=None, **PLAIN),
+    "packed": Case("packed", (70, 0, 33), H=1, HV=2),
+    "dense": Case("dense", (70, 70), packed=False, state_dtype=None),
     "bare": Case(
-        "bare", (70,), state_dtype=BF16, cu_dtype=torch.int32, g_dtype=BF16,
+        "bare", (70,), state_dtype=BF16, cu_dtype=torch.int32,
         flags=(
             ("A_log", None), ("dt_bias", None), ("use_qk_l2norm_in_kernel", False),
             ("state_v_first", False),
         ),
     ),
-    "given": Case("given_gate", (70,), "weak"),
+    "softplus": Case("softplus", (70,), "soft"),
+    "given_bounded": Case("given_bounded", (70,), "weak", computed=True, g_dtype=FP32),
+    "given": Case("given", (70,), "soft", computed=True),
     "neg_eigval": Case("neg_eigval", (70,), flags=(("allow_neg_eigval", True),)),
+    "given_beta": Case("given_beta", (70,), flags=(("use_beta_sigmoid_in_kernel", False),)),
 }  # fmt: skip
+
+
+def problem_of(call):
+    return check.to_problem(**{**KEYWORDS, **make_inputs(CALLS[call])})[1]
+
+
+def test_the_calls_have_every_feature_between_them():
+    assert frozenset().union(*(problem_of(call).features for call in CALLS)) == set(Feature)
 
 
 def compile_call(shipped, call, final_state, force):
@@ -51,8 +60,7 @@ def compile_call(shipped, call, final_state, force):
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_a_variant_compiles_for_every_kind_of_call_without_spilling(variant, call, force, tmp_path):
-    _, problem = check.to_problem(**{**KEYWORDS, **make_inputs(CALLS[call])})
-    if variant.lacks & problem.features:
+    if variant.lacks & problem_of(call).features:
         pytest.skip("no plan pairs them")
     prepare, recurrence = compile_call(variant, CALLS[call], call != "dense", force)
     # a few saved registers outside the loops are harmless; spilled accumulators take 500 bytes up

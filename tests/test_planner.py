@@ -137,7 +137,8 @@ def test_some_rule_applies_to_every_call(backend):
     assert (last.min_programs, last.min_len, last.lacks) == (0, 0, frozenset())
     assert not last.variant.gluon
     for rule in tuning.RULES[backend]:
-        assert rule.variant.chunks_per_step in (1, 2, 4)
+        if backend == "triton":  # what each language's prepare is written for
+            assert rule.variant.chunks_per_step == (4 if rule.variant.gluon else 1)
         assert 128 % rule.variant.v_block == 0
         measured = rule.source.startswith("bench/results/") and (ROOT / rule.source).is_file()
         assert measured or rule.source.startswith("fallback: "), f"{rule.source!r} is no source"

@@ -94,6 +94,8 @@ def test_recurrence_reads_the_workspace_as_the_equations_say(case, target):
 @pytest.mark.small
 @pytest.mark.parametrize("first", ["torch", "other"])
 def test_prepare_of_one_backend_feeds_the_recurrence_of_another(first, target, shipped, force):
+    if target.backend == "torch":
+        pytest.skip("the other backend is torch")
     call = make_inputs(Case("mixed_stages", (70, 0, 17), "mixed", H=1, HV=1), target.device)
     backend, args, plan, ws = target.stages(call)
     same_step = Variant(plan.variant.chunks_per_step, HEAD_DIM)

@@ -53,7 +53,7 @@ def test_workspace_size_is_what_the_call_allocates(T, sequences):
     N = sequences.get("N", B)
     tiles = varlen.tile_count(B, T, N, packed, variant.step) if T else 0
     expected = workspace.size(tiles, 4, variant.step)
-    assert kda.workspace_size(T, 4, H=2, **sequences, backend="torch") == expected
+    assert kda.workspace_size(T, 4, **sequences, backend="torch") == expected
     heads = (B, T, 4, HEAD_DIM)
     plan = kda.explain(
         *(torch.empty(heads, dtype=torch.bfloat16) for _ in range(4)),
