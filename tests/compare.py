@@ -30,7 +30,7 @@ TOKEN_BY_TOKEN = 512  # up to this length the reference is the token recurrence
 
 
 class Limit(NamedTuple):
-    """design.md's numerics contract: roundings that a bf16 workspace costs, with room of 1.5."""
+    """README's accuracy contract: the roundings that a bf16 workspace costs, with room of 1.5."""
 
     o: float = 5e-3
     state: float = 5e-3

@@ -1,4 +1,5 @@
-"""Inputs on which libraries of this kind have failed in public: ../shared/cases.md by number."""
+"""Inputs on which libraries of this kind have failed in public; a test's number is its place in
+the project's list of such failures."""
 
 import threading
 from itertools import pairwise
