@@ -26,7 +26,7 @@ GLUON_LACKS = frozenset(
     }
 )
 
-VARIANTS = "bench/results/2026-12-01-nvidia-h200-variants.json"
+VARIANTS = "bench/results/2026-12-01-h200-variants.json"
 
 TRITON: tuple[Rule, ...] = (
     # one program a head, once two would not fit on 132 SMs at one each

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import json
 import sys
 import types
 from math import prod
@@ -11,12 +12,13 @@ import pytest
 import torch
 
 import kda
+from kda import tuning
 
 pytest.importorskip("pandas")
 
 import recorded
 
-from bench import peers, results, shapes, timing
+from bench import peers, results, shapes, timing, variants
 from bench.__main__ import jobs, parse
 
 META = {"gpu", "driver", "torch", "triton", "fla", "commit", "dirty", "protocol", "date"}
@@ -316,3 +318,15 @@ def test_measuring_imports_no_matplotlib():
     root = Path(__file__).resolve().parent.parent
     done = run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_variants_are_timed_one_by_one_and_the_rules_come_back(tmp_path):
+    before = tuning.RULES["torch"]
+    out = tmp_path / "variants.json"
+    cases = (shapes.dense(1, 40), shapes.packed(1, "30-0-10", 30, 0, 10))
+    assert variants.main(["--backend", "torch", "--out", str(out)], cases) == out
+    found = json.loads(out.read_text())["rows"]
+    assert [row["variant"][0] for row in found] == [1, 2, 4] * 2
+    assert [row["length"] for row in found] == [40] * 3 + [25] * 3
+    assert all(row["us_prepare"] > 0 and row["us_recurrence"] > 0 for row in found)
+    assert tuning.RULES["torch"] is before
