@@ -85,7 +85,7 @@ class Problem(NamedTuple):
 
 
 class Device(NamedTuple):
-    """The facts of one device that a probe or a plan may use."""
+    """The facts of one device that a probe may use."""
 
     type: str  # "cuda", "cpu", ...
     ordinal: int

@@ -1,4 +1,4 @@
-"""What torch knows of a device, for probes and plans."""
+"""What torch knows of a device, and the guard that makes it current for launches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=64)
 def facts(device: torch.device) -> Device:
-    """The planner's view of `device`, which must carry its index where it has one."""
+    """The facts of `device`, which must carry its index where it has one."""
     if device.type == "cuda":
         p = torch.cuda.get_device_properties(device)
         return Device(

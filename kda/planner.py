@@ -37,6 +37,12 @@ def choose(
     )
 
 
+def tiles_of(problem: Problem, step: int) -> int:
+    """Tiles per value head of the workspace; none without tokens, where nothing is launched."""
+    B, T, N = problem.B, problem.T, problem.N
+    return varlen.tile_count(B, T, N, problem.packed, step) if T else 0
+
+
 @lru_cache(maxsize=256)
 def plan(problem: Problem, offers: tuple[Offer, ...]) -> Plan:
     """Chooses backend, variant and sizes for one call.
@@ -61,7 +67,7 @@ def plan(problem: Problem, offers: tuple[Offer, ...]) -> Plan:
         and (offer.gluon or not r.variant.gluon)
     )
     step = rule.variant.step
-    tiles = varlen.tile_count(B, T, N, problem.packed, step) if T else 0
+    tiles = tiles_of(problem, step)
     reason = (
         f"{offer.backend}{' (Gluon)' * rule.variant.gluon}: {step} tokens a step, "
         f"{rule.variant.v_block} value rows a program, for {N} x {HV} recurrences of typically "
@@ -84,9 +90,5 @@ def plan(problem: Problem, offers: tuple[Offer, ...]) -> Plan:
 
 def most_workspace(problem: Problem, offers: tuple[Offer, ...]) -> int:
     """Bytes of the largest workspace that any call of these sizes is planned with."""
-    B, T, HV, N = problem.B, problem.T, problem.HV, problem.N
     steps = {r.variant.step for r in tuning.RULES[choose(problem, offers)[0].backend]}
-    return max(
-        workspace.size(varlen.tile_count(B, T, N, problem.packed, step) if T else 0, HV, step)
-        for step in steps
-    )
+    return max(workspace.size(tiles_of(problem, step), problem.HV, step) for step in steps)

@@ -1,8 +1,8 @@
-"""What both Gluon stages use: TMA under either of its names, fast exponentials, sequence look-up.
+"""What both Gluon stages use: TMA under either of its names, descriptors, fast exponentials.
 
 Gluon is Triton's explicit-layout language. It gives what plain Triton cannot: named shared-memory
-buffers, a TMA producer warp, and products that stay in flight. It is not interpreted, so these
-kernels are tested on a GPU only; the plain stages beside them serve every call that they do not.
+buffers, a TMA producer warp, and products that stay in flight. It is not interpreted: without a GPU
+these kernels are compiled, and no more. The plain stages serve every call that they do not.
 """
 
 import torch
@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels_triton.descriptors import Descriptors
 
-# Triton 3.8 renamed them
+# Renamed between Triton 3.6 and 3.9
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
