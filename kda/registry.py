@@ -44,7 +44,7 @@ def offer(backend: str, device: Device) -> Offer:
     declared = importlib.import_module(BACKENDS[backend][0])
     reason = declared.available(device)
     gluon = backend == "triton" and reason is None and declared.gluon(device)
-    return Offer(backend, declared.FEATURES, reason, gluon)
+    return Offer(backend, declared.FEATURES, reason, gluon, device.sms)
 
 
 # What a broken install, a half-removed one or one for another Python raises when it is imported.

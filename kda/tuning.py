@@ -5,6 +5,19 @@ from typing import NamedTuple
 from kda.contract import Feature, Variant
 
 
+class Pace(NamedTuple):
+    """What a step of the recurrence, or of the pre-scan of segments, takes [us]."""
+
+    alone: float  # of programs that have an SM to themselves
+    full: float  # program-steps of a device of 132 SMs that has all it can hold, one's share
+    per_sm: int  # programs that an SM holds
+
+
+class Paces(NamedTuple):
+    recurrence: Pace
+    scan: Pace
+
+
 class Rule(NamedTuple):
     """The first rule whose conditions all hold gives the variant."""
 
@@ -39,5 +52,18 @@ TRITON: tuple[Rule, ...] = (
 TORCH: tuple[Rule, ...] = (
     Rule(0, 0, Variant(4, 128), "fallback: fewest steps; the CPU is bound by calls per step"),
 )
+
+# What decides about segments (intra-card context parallelism) is predicted from these.
+PACES_SOURCE = "fallback: not measured"
+SMS = 132  # of the device that they were measured on
+SEGMENT_COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tried for the longest sequence
+MERGE_US = 2.0  # a product of the chain that merges segments
+PASSES_US = 8.0  # two more launches, whatever they have to do
+
+PACES = {
+    Variant(4, 128, 4, 8, 2, gluon=True): Paces(Pace(1.75, 0.016, 1), Pace(1.2, 0.012, 1)),
+    Variant(4, 64, 4, 4, 3, gluon=True): Paces(Pace(1.0, 0.0109, 1), Pace(0.65, 0.003, 2)),
+    Variant(1, 64, 2, 4, 3): Paces(Pace(0.7, 0.0055, 2), Pace(0.5, 0.003, 3)),
+}
 
 RULES = {"triton": TRITON, "torch": TORCH}
