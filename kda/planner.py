@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from itertools import takewhile
+from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
 from kda import tuning, varlen, workspace
@@ -65,40 +67,52 @@ class Split(NamedTuple):
     us: float  # predicted: pre-scan, merge and recurrence
 
 
-def stage_us(pace: tuning.Pace, longest: int, near: int, total: int, sms: int) -> float:
-    """Predicted time of programs: `near` of them take about `longest` steps, all take `total`."""
-    waves = varlen.ceil_div(near, pace.per_sm * sms)
-    return max(waves * longest * pace.alone, total * pace.full * tuning.SMS / sms)
+def stage_us(pace: tuning.Pace, longest: int, programs: int, steps: int, sms: int) -> float:
+    """Predicted time of a kernel: `programs` of it take about the `longest` number of steps, all
+    together take `steps`."""
+    full, rest = divmod(programs, len(pace.step) * sms)
+    step = full * pace.step[-1] + (pace.step[(rest - 1) // sms] if rest else 0)
+    return tuning.START_US + max(longest * step, steps * pace.share * tuning.SMS / sms)
 
 
 def serial_us(lengths: Sequence[int], HV: int, variant: Variant, sms: int) -> float:
-    """Predicted time of the recurrence over sequences, the longest first."""
-    steps = [varlen.ceil_div(n, variant.step) for n in lengths]
+    """Predicted time of the recurrence over whole sequences, the longest first."""
     programs = HV * variant.v_splits
-    near = sum(4 * n > 3 * steps[0] for n in steps) * programs
-    return stage_us(tuning.PACES[variant].recurrence, steps[0], near, sum(steps) * programs, sms)
+    longest = varlen.ceil_div(lengths[0], variant.step)
+    steps = sum(lengths) // variant.step
+    pace = tuning.PACES[variant].recurrence
+    long = nearly(lengths, lengths[0]) * programs
+    return stage_us(pace, longest, long, steps * programs, sms)
 
 
-def split(lengths: Sequence[int], count: int, HV: int, variant: Variant, sms: int) -> Split:
-    """The longest sequence, which comes first, in about `count` segments."""
-    step = variant.step
-    steps = varlen.ceil_div(varlen.ceil_div(lengths[0], count), step)
-    segment = steps * step
-    parts = near = 0
-    for n in lengths:
-        if 4 * n <= 3 * segment:
-            break
-        segments = varlen.ceil_div(n, segment)
-        near += segments
-        parts += max(2 * segments - 3, 0)  # Z of all but the last, P of those but the first
+def nearly(lengths: Sequence[int], longest: int) -> int:
+    """How many of them keep programs busy nearly as long as the longest."""
+    return sum(4 * n > 3 * longest for n in lengths)
+
+
+def split(lengths: Sequence[int], segment: int, HV: int, variant: Variant, sms: int) -> Split:
+    """The longest sequence comes first."""
+    steps = varlen.ceil_div(segment, variant.step)
+    segment = steps * variant.step
+    counts = [varlen.ceil_div(n, segment) for n in takewhile(segment.__lt__, lengths)]
     programs = HV * variant.v_splits
-    total = sum(lengths) // step * programs
+    long = (sum(counts) + nearly(lengths[len(counts) :], segment)) * programs
+    launched = 2 * (sum(counts) - len(counts)) * programs  # Z and P, of all but the last
+    scanned = launched - len(counts) * programs  # the first has no P
     paces = tuning.PACES[variant]
-    us = stage_us(paces.recurrence, steps, near * programs, total, sms)
-    us += stage_us(paces.scan, steps, parts * programs, parts * programs * steps, sms)
-    count = varlen.ceil_div(lengths[0], segment)
-    us += tuning.PASSES_US + tuning.MERGE_US * max(count - 2, 0)
-    return Split(segment, steps, count, us)
+    us = stage_us(paces.scan, steps, launched, scanned * steps, sms)
+    us += tuning.START_US + tuning.MERGE_US * (counts[0] - 2)
+    total = sum(lengths) // variant.step * programs
+    us += stage_us(paces.recurrence, steps, long, total, sms)
+    return Split(segment, steps, counts[0], us)
+
+
+def counts_to_try(longest: int, tokens: int, programs: int, sms: int) -> list[int]:
+    """Into how many segments the longest sequence may be split: so many that equal ones of all
+    `tokens` fill the SMs with `programs` each, or somewhat fewer."""
+    filled = sms // programs * longest / max(tokens, 1)
+    tried = {ceil(filled), int(filled), int(0.75 * filled), int(0.5 * filled)}
+    return [count for count in tried if count > 1]
 
 
 def likely_lengths(problem: Problem) -> list[int]:
@@ -117,20 +131,27 @@ def choose_split(
     asked for; and why, or why not."""
     if problem.use_intracard_cp is False:
         return None, "serial, as asked"
-    lengths = likely_lengths(problem)
+    asked = problem.use_intracard_cp is True
+    lengths, HV = likely_lengths(problem), problem.HV
     if lengths[0] <= small.step:
         why = f"no sequence is longer than a step of {small.step} tokens"
-        if problem.use_intracard_cp is True:
+        if asked:
             raise NotSplittableError(f"use_intracard_cp=True, but {why}: the longest has {lengths[0]}")
         return None, f"serial: {why}"
-    splits = (split(lengths, n, problem.HV, small, sms) for n in tuning.SEGMENT_COUNTS)
-    best = min(splits, key=lambda s: s.us)
-    before = serial_us(lengths, problem.HV, serial, sms)
+    tokens = problem.B * problem.T
+    counts = counts_to_try(lengths[0], tokens, HV * small.v_splits, sms)
+    if not counts and not asked:
+        return None, f"serial: {problem.N} x {HV} recurrences fill the device"
+    best = min(
+        (split(lengths, varlen.ceil_div(lengths[0], n), HV, small, sms) for n in counts or [2]),
+        key=lambda s: s.us,
+    )
+    before = serial_us(lengths, HV, serial, sms)
     predicted = (
         f"{best.count} segments of at most {best.segment} tokens are predicted to take "
         f"{best.us:.0f} us after prepare, whole sequences {before:.0f} us ({tuning.PACES_SOURCE})"
     )
-    if problem.use_intracard_cp is True:
+    if asked:
         return best, f"split, as asked: {predicted}"
     return (best, f"split: {predicted}") if best.us < before else (None, f"serial: {predicted}")
 
@@ -194,6 +215,16 @@ def plan(problem: Problem, offers: tuple[Offer, ...]) -> Plan:
 
 
 def most_workspace(problem: Problem, offers: tuple[Offer, ...]) -> int:
-    """Bytes of the largest workspace that any call of these sizes is planned with."""
-    steps = {r.variant.step for r in tuning.RULES[choose(problem, offers)[0].backend]}
-    return max(workspace.size(tiles_of(problem, step), problem.HV, step) for step in steps)
+    """Bytes of the largest workspace that any call of these sizes is planned with, unless segments
+    are asked for."""
+    offer = choose(problem, offers)[0]
+    B, T, HV = problem.B, problem.T, problem.HV
+    sizes = [0]
+    for variant in {r.variant for r in tuning.RULES[offer.backend]}:
+        places = 0
+        if Feature.SEGMENTS in offer.features:
+            # `counts_to_try` fills the SMs at most twice, and two segments may share four places
+            most = 4 * (offer.sms // (HV * variant.v_splits))
+            places = min(most, varlen.place_count(B, T, problem.packed, variant.step))
+        sizes.append(workspace.size(tiles_of(problem, variant.step), HV, variant.step, places))
+    return max(sizes)

@@ -6,11 +6,10 @@ from kda.contract import Feature, Variant
 
 
 class Pace(NamedTuple):
-    """What a step of the recurrence, or of the pre-scan of segments, takes [us]."""
+    """What a step takes in the recurrence, or in the pre-scan of segments [us]."""
 
-    alone: float  # of programs that have an SM to themselves
-    full: float  # program-steps of a device of 132 SMs that has all it can hold, one's share
-    per_sm: int  # programs that an SM holds
+    step: tuple[float, ...]  # where each SM runs one program, two, ... as many as it can hold
+    share: float  # of one program, where the device as a whole is the limit
 
 
 class Paces(NamedTuple):
@@ -53,17 +52,16 @@ TORCH: tuple[Rule, ...] = (
     Rule(0, 0, Variant(4, 128), "fallback: fewest steps; the CPU is bound by calls per step"),
 )
 
-# What decides about segments (intra-card context parallelism) is predicted from these.
-PACES_SOURCE = "fallback: not measured"
+# Segments (intra-card context parallelism) are chosen by predictions from these.
 SMS = 132  # of the device that they were measured on
-SEGMENT_COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tried for the longest sequence
-MERGE_US = 2.0  # a product of the chain that merges segments
-PASSES_US = 8.0  # two more launches, whatever they have to do
+START_US = 4.0  # a launch and its first step
+MERGE_US = 2.4  # a product of the chain that merges segments
+PACES_SOURCE = "fallback: made by hand"
 
 PACES = {
-    Variant(4, 128, 4, 8, 2, gluon=True): Paces(Pace(1.75, 0.016, 1), Pace(1.2, 0.012, 1)),
-    Variant(4, 64, 4, 4, 3, gluon=True): Paces(Pace(1.0, 0.0109, 1), Pace(0.65, 0.003, 2)),
-    Variant(1, 64, 2, 4, 3): Paces(Pace(0.7, 0.0055, 2), Pace(0.5, 0.003, 3)),
+    Variant(4, 128, 4, 8, 2, gluon=True): Paces(Pace((1.75,), 0.0219), Pace((1.3,), 0.0094)),
+    Variant(4, 64, 4, 4, 3, gluon=True): Paces(Pace((1.0,), 0.0109), Pace((0.72, 1.0), 0.0047)),
+    Variant(1, 64, 2, 4, 3): Paces(Pace((0.7, 0.93), 0.0034), Pace((0.5, 0.7), 0.0024)),
 }
 
 RULES = {"triton": TRITON, "torch": TORCH}
