@@ -90,9 +90,9 @@ def to_problem(
         allow_neg_eigval,
         cu_seqlens,
         initial_state,
-        final_state,
         final_state_dtype,
         state_v_first,
+        final_state,
         out,
     )
     packed = cu_seqlens is not None

@@ -165,7 +165,7 @@ class Args(NamedTuple):
     allow_neg_eigval: bool
     cu_seqlens: "Tensor | None"  # [N + 1] int32 | int64 on q's device
     initial_state: "Tensor | None"  # [N, HV, V, K] fp32 | bf16
-    final_state: "Tensor | None"  # [N, HV, V, K] fp32 | bf16
     final_state_dtype: "dtype | None"  # None: no final state is asked for
     state_v_first: bool  # the caller's orientation, for allocation only
+    final_state: "Tensor | None"  # [N, HV, V, K] fp32 | bf16
     out: "Tensor | None"  # [B, T, HV, V] bf16

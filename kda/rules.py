@@ -64,6 +64,8 @@ def auto_or_boolean(name: str, x: Any) -> None:
 
 def number(name: str, x: Any) -> float:
     """A Python or NumPy real number as a float."""
+    if type(x) is float:  # the usual one: an abstract class takes ten times as long to say so
+        return x
     if isinstance(x, bool) or not isinstance(x, Real):
         why = hint("type", name) if isinstance(x, Tensor) else ""
         raise TypeError(f"{name} must be a number or None, got {type(x).__name__}{why}")

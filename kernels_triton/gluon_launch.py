@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from kda.contract import Args, Plan
-    from kda.workspace import Workspace
+    from kda.workspace import Addresses, Workspace
 
 rows, heads_first = DESCRIPTORS.rows, DESCRIPTORS.heads_first
 launch_prepare = Launcher(prepare_kernel, settled="q k g out nkd qd operands m gamma")
 launch_recurrence = Launcher(recurrence_kernel, settled="operands m gamma v o out")
 
 
-def operand_rows(ws: Workspace, step: int) -> TensorDescriptor:
-    """nkd, qd and kr, which adjoin, in one descriptor: each costs the host 3 us."""
-    return rows(ws.nkd, 3 * ws.nkd.numel() // HEAD_DIM, step)
+def operand_rows(at: Addresses, count: int, step: int) -> TensorDescriptor:
+    """nkd, qd and kr, which adjoin, in one descriptor."""
+    return rows(at.nkd, 3 * count, step, HEAD_DIM)
 
 
 def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
@@ -31,15 +31,15 @@ def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
     B, T, H, D = args.q.shape
     step = plan.step
     assert step == C.value
-    count = plan.tiles * plan.HV * step
+    count, at = plan.tiles * plan.HV * step, ws.at
     launch_prepare(
         (plan.tiles * plan.HV, 1, 1),
         (
             heads_first(args.q, step, D), heads_first(args.k, step, D),
             heads_first(args.g, step, D), args.beta, args.A_log, args.dt_bias, args.cu_seqlens,
-            args.out, ws.nkd, ws.qd, operand_rows(ws, step), rows(ws.m, count, step), ws.gamma,
-            *args.beta.stride(), *args.out.stride()[1:3], count, T, plan.N, plan.tiles // B,
-            plan.HV, plan.HV // H, args.lower_bound, args.scale,
+            args.out, at.nkd, at.qd, operand_rows(at, count, step), rows(at.m, count, step, step),
+            at.gamma, *args.beta.stride(), *args.out.stride()[1:3], count, T, plan.N,
+            plan.tiles // B, plan.HV, plan.HV // H, args.lower_bound, args.scale,
         ),
         {
             "PACKED": args.cu_seqlens is not None,
@@ -57,12 +57,13 @@ def recurrence(args: Args, plan: Plan, ws: Workspace) -> None:
     """Stage 2: the state over the steps of each sequence; writes `out` and `final_state`."""
     B, T, _, _ = args.q.shape
     step, v_block = plan.step, plan.variant.v_block
-    count = plan.tiles * plan.HV * step
+    count, at = plan.tiles * plan.HV * step, ws.at
     s0, s1 = args.initial_state, args.final_state
     launch_recurrence(
         (plan.N * plan.HV * plan.v_splits, 1, 1),
         (
-            operand_rows(ws, step), rows(ws.m, count, step), rows(ws.gamma, count // step, 1),
+            operand_rows(at, count, step), rows(at.m, count, step, step),
+            rows(at.gamma, count // step, 1, HEAD_DIM),
             heads_first(args.v, step, v_block), heads_first(args.out, step, v_block), args.out,
             s0, s1, args.cu_seqlens, *strides(s0), *strides(s1), *args.out.stride()[:3],
             count, T, plan.tiles // B, plan.HV,

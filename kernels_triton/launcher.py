@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kernels_triton.direct import launch_of
+
 if TYPE_CHECKING:
     from collections.abc import Hashable
+
+    from kernels_triton.direct import Launch
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 MOST = 256  # kernels remembered; strange strides of states could make more
@@ -22,7 +26,7 @@ class Launcher:
 
     def __init__(self, kernel: Any, settled: str) -> None:
         self.kernel = kernel
-        self.compiled: dict[Hashable, Any] = {}
+        self.launches: dict[Hashable, Launch] = {}
         params = () if INTERPRET else kernel.params
         self.specialised = [
             i
@@ -41,19 +45,21 @@ class Launcher:
         if INTERPRET:
             self.kernel[grid](*args, **constants)
             return
+        device = torch.cuda.current_device()
         key = (
-            torch.cuda.current_device(),
+            device,
             *constants.values(),
             *options.values(),
-            *[trait(args[i]) for i in self.specialised],
+            *[x if type(x) is int else trait(x) for x in map(args.__getitem__, self.specialised)],
         )
-        compiled = self.compiled.get(key)
-        if compiled is not None:
-            compiled[grid](*args, *constants.values())
+        launch = self.launches.get(key)
+        if launch is not None:
+            launch(grid, args)
             return
-        if len(self.compiled) >= MOST:
-            self.compiled.clear()
-        self.compiled[key] = self.kernel[grid](*args, **constants, **options)
+        if len(self.launches) >= MOST:
+            self.launches.clear()
+        compiled = self.kernel[grid](*args, **constants, **options)
+        self.launches[key] = launch_of(compiled, device, tuple(constants.values()))
 
 
 def trait(x: Any) -> Hashable:

@@ -39,7 +39,7 @@ class Target(NamedTuple):
         offers = registry.offers(self.backend, device.facts(args.q.device))
         plan = planner.plan(problem, offers)
         args, ws = workspace.allocate_outputs(args), workspace.carve(plan, args.q)
-        for x in (args.out, args.final_state, *ws):
+        for x in (args.out, args.final_state, *ws.views()):
             x.fill_(torch.nan)
         return registry.load(self.backend), args, plan, ws
 

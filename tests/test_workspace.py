@@ -9,6 +9,7 @@ import kda
 from kda import tuning, varlen, workspace
 from kda.contract import HEAD_DIM, Args, Gate, Plan, Variant
 
+TMA_LINE = 128  # bytes
 SHAPES = [(1, 1, 16), (3, 2, 16), (5, 3, 32), (2, 12, 64), (7, 1, 64)]
 
 
@@ -18,11 +19,11 @@ def plan_of(tiles: int, HV: int, step: int) -> Plan:
 
 
 @pytest.mark.parametrize(("tiles", "HV", "step"), SHAPES)
-def test_regions_are_aligned_and_neither_overlap_nor_leave_the_buffer(tiles, HV, step):
+def test_regions_are_whole_lines_and_neither_overlap_nor_leave_the_buffer(tiles, HV, step):
     placed = workspace.place(tiles, HV, step)
-    assert [p.region.name for p in placed] == list(workspace.Workspace._fields)
+    assert [p.region.name for p in placed] == list(workspace.Views._fields)
     for p, following in zip(placed, [*placed[1:], None], strict=True):
-        assert p.start % workspace.ALIGNMENT == 0
+        assert p.start % TMA_LINE == 0
         limit = following.start if following else workspace.size(tiles, HV, step)
         assert p.start + p.nbytes <= limit
         assert p.nbytes == torch.Size(p.shape).numel() * p.region.dtype.itemsize
@@ -31,12 +32,14 @@ def test_regions_are_aligned_and_neither_overlap_nor_leave_the_buffer(tiles, HV,
 @pytest.mark.parametrize(("tiles", "HV", "step"), SHAPES)
 def test_the_views_are_the_table_and_a_write_to_one_changes_no_other(tiles, HV, step):
     ws = workspace.carve(plan_of(tiles, HV, step), torch.empty(0))
-    for value, (view, p) in enumerate(zip(ws, workspace.place(tiles, HV, step), strict=True)):
+    regions = zip(ws.views(), ws.at, workspace.place(tiles, HV, step), strict=True)
+    for value, (view, at, p) in enumerate(regions):
         assert view.shape == p.shape
         assert view.dtype is p.region.dtype
         assert view.is_contiguous()
+        assert (view.data_ptr(), view.dtype) == (at.data_ptr(), at.dtype)
         view.fill_(value)
-    assert all(bool((view == value).all()) for value, view in enumerate(ws))
+    assert all(bool((view == value).all()) for value, view in enumerate(ws.views()))
 
 
 @pytest.mark.parametrize(("step", "per_token_and_head"), [(16, 832), (64, 904)])
@@ -69,7 +72,7 @@ def args_of(**changes) -> Args:
     v = torch.empty(2, 3, 4, HEAD_DIM, dtype=torch.bfloat16)
     empty = Args(
         *(v, v, v, v, v[..., 0], None, None, Gate.BOUNDED, -5.0, 1.0, True, True, False),
-        *(None, None, None, None, True, None),
+        *(None, None, None, True, None, None),
     )
     return empty._replace(**changes)
 
