@@ -100,7 +100,7 @@ class Offer(NamedTuple):
     backend: str
     features: frozenset[Feature]
     reason: str | None
-    gluon: bool = False  # variants written in Gluon can run as well
+    gluon: frozenset[Feature] | None = None  # the same of its Gluon variants; None: they cannot run
 
 
 class Variant(NamedTuple):

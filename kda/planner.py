@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from kda import tuning, varlen, workspace
-from kda.contract import BackendError, NotSplittableError, Offer, Plan, Problem
+from kda.contract import BackendError, NotSplittableError, Offer, Plan, Problem, Variant
 
 
 def rejection(offer: Offer, problem: Problem) -> str | None:
@@ -37,6 +37,12 @@ def choose(
     )
 
 
+def runs(variant: Variant, problem: Problem, offer: Offer) -> bool:
+    """Whether the language of `variant` can do what the call needs."""
+    can = offer.gluon if variant.gluon else offer.features
+    return can is not None and problem.features <= can
+
+
 def tiles_of(problem: Problem, step: int) -> int:
     """Tiles per value head of the workspace; none without tokens, where nothing is launched."""
     B, T, N = problem.B, problem.T, problem.N
@@ -61,10 +67,7 @@ def plan(problem: Problem, offers: tuple[Offer, ...]) -> Plan:
     rule = next(
         r
         for r in tuning.RULES[offer.backend]
-        if r.min_programs <= N * HV
-        and length >= r.min_len
-        and not r.lacks & problem.features
-        and (offer.gluon or not r.variant.gluon)
+        if r.min_programs <= N * HV and length >= r.min_len and runs(r.variant, problem, offer)
     )
     step = rule.variant.step
     tiles = tiles_of(problem, step)

@@ -43,7 +43,7 @@ def offer(backend: str, device: Device) -> Offer:
     """What `backend` can do on `device`. Cached: a probe may import the backend's package."""
     declared = importlib.import_module(BACKENDS[backend][0])
     reason = declared.available(device)
-    gluon = backend == "triton" and reason is None and declared.gluon(device)
+    gluon = declared.gluon(device) if backend == "triton" and reason is None else None
     return Offer(backend, declared.FEATURES, reason, gluon)
 
 

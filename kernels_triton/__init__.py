@@ -6,7 +6,9 @@ import re
 from kda.contract import Device, Feature
 from kda.registry import import_failure
 
-FEATURES = frozenset(Feature)
+FEATURES = frozenset(Feature)  # of the plain stages
+# What models with a bounded gate ask for.
+GLUON_FEATURES = frozenset({Feature.GATE_BOUNDED, Feature.GROUPED_VALUES, Feature.PACKED})
 
 OLDEST_TRITON = (3, 6)
 # Gluon is experimental, and the C function under a launch no interface: for both only versions that
@@ -32,10 +34,12 @@ def available(device: Device) -> str | None:
     return None
 
 
-def gluon(device: Device) -> bool:
-    """Whether the Gluon variants can run: on a GPU, with a Triton that they were compiled on."""
+def gluon(device: Device) -> frozenset[Feature] | None:
+    """What the Gluon variants can do: something on a GPU, with a Triton that they were compiled
+    on. None: they cannot run."""
     version = triton_version()
-    return device.type == "cuda" and version is not None and version <= NEWEST_CHECKED
+    runs = device.type == "cuda" and version is not None and version <= NEWEST_CHECKED
+    return GLUON_FEATURES if runs else None
 
 
 def triton_version() -> tuple[int, int] | None:

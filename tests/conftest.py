@@ -78,7 +78,6 @@ class Shipped(NamedTuple):
 
     backend: str
     variant: Variant
-    lacks: frozenset[Feature] = frozenset()
 
     def __str__(self) -> str:
         v = self.variant
@@ -88,7 +87,7 @@ class Shipped(NamedTuple):
 
 SHIPPED = [
     *(Shipped("torch", Variant(chunks, HEAD_DIM)) for chunks in (1, 2, 4)),
-    *(Shipped("triton", rule.variant, rule.lacks) for rule in tuning.RULES["triton"]),
+    *(Shipped("triton", rule.variant) for rule in tuning.RULES["triton"]),
 ]
 
 
@@ -97,7 +96,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes the planner take one variant for every problem until the test ends."""
 
     def force(shipped: Shipped) -> None:
-        rule = tuning.Rule(0, 0, shipped.variant, "forced by a test", shipped.lacks)
+        rule = tuning.Rule(0, 0, shipped.variant, "forced by a test")
         monkeypatch.setitem(tuning.RULES, shipped.backend, (rule,))
         planner.plan.cache_clear()
 
