@@ -18,8 +18,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels_triton.gluon_layouts import layouts
-from kernels_triton.gluon_ops import D, async_load, async_store, exp2, reciprocal
-from kernels_triton.ops import aligned, first_tile, offset, sequence_bounds, sequence_of_tile
+from kernels_triton.gluon_ops import D, async_load, async_store
+from kernels_triton.ops import (
+    aligned,
+    exp2,
+    first_tile,
+    offset,
+    reciprocal,
+    sequence_bounds,
+    sequence_of_tile,
+)
 
 C = gl.constexpr(64)
 LOG2_E = gl.constexpr(1.4426950408889634)
