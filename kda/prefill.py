@@ -131,17 +131,22 @@ def prefill(
     return args.out, final_state
 
 
+def bind(*args: Any, **kwargs: Any) -> tuple[str, dict[str, Any]]:
+    """The backend that `prefill` is asked for, and all else by name: what `check.to_problem`
+    takes."""
+    call = inspect.signature(prefill).bind(*args, **kwargs)
+    call.apply_defaults()
+    return call.arguments.pop("backend"), call.arguments
+
+
 def explain(*args: Any, **kwargs: Any) -> Plan:
     """The plan of `prefill` with the same arguments: backend, variant, sizes and reasons.
 
     Validates as `prefill` does and raises as it does; launches and allocates nothing.
     """
-    call = inspect.signature(prefill).bind(*args, **kwargs)
-    call.apply_defaults()
-    backend = call.arguments.pop("backend")
-    _, problem = check.to_problem(*call.args, **call.kwargs)
-    q = call.arguments["q"]
-    return planner.plan(problem, registry.offers(backend, device.facts(q.device)))
+    backend, call = bind(*args, **kwargs)
+    _, problem = check.to_problem(**call)
+    return planner.plan(problem, registry.offers(backend, device.facts(call["q"].device)))
 
 
 def backends() -> tuple[Offer, ...]:

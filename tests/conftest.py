@@ -1,7 +1,6 @@
 """Where the tests run. One body serves all targets: PyTorch on the CPU, the Triton kernels in the
 interpreter (a process of its own, TRITON_INTERPRET=1), and both on a GPU (-m gpu)."""
 
-import inspect
 import os
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import torch
 import kda
 from kda import check, device, planner, portable, registry, tuning, workspace
 from kda.contract import HEAD_DIM, Args, Feature, Plan, Variant
+from kda.prefill import bind
 from kernels_triton import FEATURES
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -34,8 +34,8 @@ class Target(NamedTuple):
     def stages(self, call: dict[str, Any]) -> tuple[Any, Args, Plan, workspace.Workspace]:
         """What `kda.prefill(**call, output_final_state=True)` would launch, and with what; the
         workspace and the outputs hold NaN."""
-        bound = {**KEYWORDS, **call, "output_final_state": True}
-        args, problem = check.to_problem(**bound)
+        _, keywords = bind(**call | {"output_final_state": True})
+        args, problem = check.to_problem(**keywords)
         offers = registry.offers(self.backend, device.facts(args.q.device))
         plan = planner.plan(problem, offers)
         args, ws = workspace.allocate_outputs(args), workspace.carve(plan, args.q)
@@ -43,12 +43,6 @@ class Target(NamedTuple):
             x.fill_(torch.nan)
         return registry.load(self.backend), args, plan, ws
 
-
-KEYWORDS = {
-    name: p.default
-    for name, p in inspect.signature(kda.prefill).parameters.items()
-    if p.kind is p.KEYWORD_ONLY and name != "backend"
-}
 
 if INTERPRETED:
     TARGETS = [pytest.param(Target("triton", "cpu", True), id="interpreter")]

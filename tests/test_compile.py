@@ -5,11 +5,12 @@ import re
 import pytest
 import torch
 from cases import BF16, FP32, Case, make_inputs
-from conftest import INTERPRETED, KEYWORDS, SHIPPED
+from conftest import INTERPRETED, SHIPPED
 from sm90 import compiling, sass
 
 from kda import check, planner, workspace
 from kda.contract import Feature, Offer
+from kda.prefill import bind
 from kernels_triton import FEATURES, GLUON_FEATURES, launch
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter replaces the compiler")
@@ -38,7 +39,7 @@ CALLS = {
 
 
 def problem_of(call):
-    return check.to_problem(**{**KEYWORDS, **make_inputs(CALLS[call])})[1]
+    return check.to_problem(**bind(**make_inputs(CALLS[call]))[1])[1]
 
 
 def test_the_calls_have_every_feature_between_them():
@@ -47,9 +48,8 @@ def test_the_calls_have_every_feature_between_them():
 
 def compile_call(shipped, call, final_state, force):
     force(shipped)
-    args, problem = check.to_problem(
-        **{**KEYWORDS, **make_inputs(call), "output_final_state": final_state}
-    )
+    _, keywords = bind(**make_inputs(call), output_final_state=final_state)
+    args, problem = check.to_problem(**keywords)
     plan = planner.plan(problem, OFFERS)
     assert plan.variant == shipped.variant
     with compiling() as kernels:

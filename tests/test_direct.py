@@ -12,10 +12,11 @@ from unittest import mock
 
 import pytest
 from cases import make_inputs
-from conftest import INTERPRETED, KEYWORDS
+from conftest import INTERPRETED
 from test_compile import CALLS, OFFERS, VARIANTS
 
 from kda import check, planner, tuning, workspace
+from kda.prefill import bind
 
 PAIRS = [(variant, CALLS[name]) for variant in VARIANTS for name in ("packed", "dense", "bare")]
 
@@ -39,10 +40,8 @@ def check_every_stage(folder: Path) -> None:
     cuda = FakeCuda(folder)
     for variant, case in PAIRS:
         rule = tuning.Rule(0, 0, variant.variant, "forced by a test")
-        final = case.state_dtype is not None
-        args, problem = check.to_problem(
-            **{**KEYWORDS, **make_inputs(case), "output_final_state": final}
-        )
+        _, keywords = bind(**make_inputs(case), output_final_state=case.state_dtype is not None)
+        args, problem = check.to_problem(**keywords)
         with mock.patch.dict(tuning.RULES, triton=(rule,)):
             plan = planner.plan.__wrapped__(problem, OFFERS)
         args, ws = workspace.allocate_outputs(args), workspace.carve(plan, args.q)
