@@ -37,9 +37,13 @@ def available(device: Device) -> str | None:
 def gluon(device: Device) -> frozenset[Feature] | None:
     """What the Gluon variants can do: something on a GPU, with a Triton that they were compiled
     on. None: they cannot run."""
+    return GLUON_FEATURES if device.type == "cuda" and checked() else None
+
+
+def checked() -> bool:
+    """Whether the tests ran on the installed Triton."""
     version = triton_version()
-    runs = device.type == "cuda" and version is not None and version <= NEWEST_CHECKED
-    return GLUON_FEATURES if runs else None
+    return version is not None and version <= NEWEST_CHECKED
 
 
 def triton_version() -> tuple[int, int] | None:

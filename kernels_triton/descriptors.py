@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from kda.workspace import Address
-from kernels_triton.launcher import INTERPRET
+from kernels_triton.launcher import NEEDS_TENSORS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,13 +51,13 @@ class Descriptors:
 
     def rows(self, x: torch.Tensor | Address, count: int, step: int, columns: int) -> Any:
         """`count` rows of `columns` from x's first element on, `step` of them a block."""
-        if INTERPRET:  # which reads the tensor itself
+        if NEEDS_TENSORS:
             return self.fill(x, x.dtype, *rows(count, step, columns))
         return self.remembered(rows, x.data_ptr(), x.dtype, count, step, columns)
 
     def heads_first(self, x: torch.Tensor, step: int, columns: int) -> Any:
         """[B, T, H, D] as [B, H, T, D]: the dimensions of size one lead the block."""
-        if INTERPRET:
+        if NEEDS_TENSORS:
             return self.fill(x, x.dtype, *heads_first(x.shape, x.stride(), step, columns))
         return self.remembered(
             heads_first, x.data_ptr(), x.dtype, x.shape, x.stride(), step, columns

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from triton import knobs
 from triton.runtime import driver
 
-from kernels_triton import NEWEST_CHECKED, triton_version
+from kernels_triton import checked, triton_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,15 +69,14 @@ def encode(descriptor: Any, meta: dict[str, Any], key: str) -> list[Any]:
 
 def c_function(compiled: Any) -> Callable[[tuple[int, ...], int, list[Any]], None] | None:
     """The C function that launches `compiled`, as call(grid, stream, values), if it is known."""
-    version = triton_version()
-    if version is None or version > NEWEST_CHECKED:
+    if not checked():
         return None
     run = compiled.run
     if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
         return None
     how = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
     kernel = compiled.packed_metadata
-    if version == (3, 6):
+    if triton_version() == (3, 6):
         c_launch = run.launch  # a function of its own for each signature, wrapped for descriptors
         if inspect.isfunction(c_launch):
             c_launch = inspect.getclosurevars(c_launch).nonlocals["launcher"]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kernels_triton import checked
 from kernels_triton.direct import launch_of
 
 if TYPE_CHECKING:
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from kernels_triton.direct import Launch
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+# The interpreter reads tensors, and a Triton that was not tried may ask more of them than an
+# address can answer.
+NEEDS_TENSORS = INTERPRET or not checked()
 MOST = 256  # kernels remembered; strange strides of states could make more
 
 

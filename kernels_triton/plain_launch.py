@@ -8,7 +8,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kda.contract import HEAD_DIM, Gate
 from kernels_triton.descriptors import Descriptors
-from kernels_triton.launcher import INTERPRET, Launcher, strides
+from kernels_triton.launcher import INTERPRET, NEEDS_TENSORS, Launcher, strides
 from kernels_triton.prepare import C, prepare_kernel
 from kernels_triton.recurrence import recurrence_kernel
 
@@ -23,7 +23,7 @@ launch_recurrence = Launcher(recurrence_kernel, settled="nkd qd kr m gamma v o o
 
 
 def regions(ws: Workspace) -> Addresses | Views:
-    return ws.views() if INTERPRET else ws.at
+    return ws.views() if NEEDS_TENSORS else ws.at
 
 
 def prepare(args: Args, plan: Plan, ws: Workspace) -> None:

@@ -75,7 +75,7 @@ def check_stage(cuda, launcher, run) -> None:
     assert by_triton == direct
 
     assert path.c_function(kernel) is not None
-    with mock.patch.object(path, "triton_version", return_value=(99, 0)):
+    with mock.patch.object(path, "checked", return_value=False):
         assert path.c_function(kernel) is None
         first_launch(launcher, run)
     assert cuda.record(kernel, run) == direct
