@@ -24,9 +24,10 @@ MOST = 256  # kernels remembered; strange strides of states could make more
 
 class Launcher:
     """One kernel, remembered as compiled for each key of what its code can depend on: the
-    compile-time constants and options, the device, and of every argument that Triton specialises
-    its type, its alignment or, if it is an integer, itself. The arguments named in `settled` are
-    left out: their dtype and alignment never vary. Other integers have fixed types."""
+    compile-time constants and options, the device, and every argument that Triton specialises: of
+    a tensor its dtype and whether whole 16-byte lines can be read, an integer itself. The arguments
+    named in `settled`, descriptors among them, are left out: nothing of theirs varies. Other
+    integers have fixed types."""
 
     def __init__(self, kernel: Any, settled: str) -> None:
         self.kernel = kernel
@@ -54,7 +55,10 @@ class Launcher:
             device,
             *constants.values(),
             *options.values(),
-            *[x if type(x) is int else trait(x) for x in map(args.__getitem__, self.specialised)],
+            *[
+                x if x is None or type(x) is int else (x.dtype, x.data_ptr() % 16 == 0)
+                for x in map(args.__getitem__, self.specialised)
+            ],
         )
         launch = self.launches.get(key)
         if launch is not None:
@@ -64,14 +68,6 @@ class Launcher:
             self.launches.clear()
         compiled = self.kernel[grid](*args, **constants, **options)
         self.launches[key] = launch_of(compiled, device, tuple(constants.values()))
-
-
-def trait(x: Any) -> Hashable:
-    """What code may depend on: of a tensor its dtype and whether whole 16-byte lines can be read,
-    of a descriptor its dtype (its block is a constant), an integer itself."""
-    if isinstance(x, torch.Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
-    return x if x is None or isinstance(x, int) else x.base.dtype
 
 
 def strides(state: torch.Tensor | None) -> tuple[int, ...]:
