@@ -1,7 +1,6 @@
 """Where the tests run. One body serves all targets: PyTorch on the CPU, the Triton kernels in the
 interpreter (a process of its own, TRITON_INTERPRET=1), and both on a GPU (-m gpu)."""
 
-import inspect
 import os
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import torch
 import kda
 from kda import check, device, planner, portable, registry, tuning, workspace
 from kda.contract import HEAD_DIM, Args, Feature, Plan, Variant
+from kda.prefill import bind
 from kernels_triton import FEATURES
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -34,21 +34,15 @@ class Target(NamedTuple):
     def stages(self, call: dict[str, Any]) -> tuple[Any, Args, Plan, workspace.Workspace]:
         """What `kda.prefill(**call, output_final_state=True)` would launch, and with what; the
         workspace and the outputs hold NaN."""
-        bound = {**KEYWORDS, **call, "output_final_state": True}
-        args, problem = check.to_problem(**bound)
+        _, keywords = bind(**call | {"output_final_state": True})
+        args, problem = check.to_problem(**keywords)
         offers = registry.offers(self.backend, device.facts(args.q.device))
         plan = planner.plan(problem, offers)
         args, ws = workspace.allocate_outputs(args), workspace.carve(plan, args.q)
-        for x in (args.out, args.final_state, *ws):
+        for x in (args.out, args.final_state, *ws.views()):
             x.fill_(torch.nan)
         return registry.load(self.backend), args, plan, ws
 
-
-KEYWORDS = {
-    name: p.default
-    for name, p in inspect.signature(kda.prefill).parameters.items()
-    if p.kind is p.KEYWORD_ONLY and name != "backend"
-}
 
 if INTERPRETED:
     TARGETS = [pytest.param(Target("triton", "cpu", True), id="interpreter")]
@@ -78,7 +72,6 @@ class Shipped(NamedTuple):
 
     backend: str
     variant: Variant
-    lacks: frozenset[Feature] = frozenset()
 
     def __str__(self) -> str:
         v = self.variant
@@ -88,7 +81,7 @@ class Shipped(NamedTuple):
 
 SHIPPED = [
     *(Shipped("torch", Variant(chunks, HEAD_DIM)) for chunks in (1, 2, 4)),
-    *(Shipped("triton", rule.variant, rule.lacks) for rule in tuning.RULES["triton"]),
+    *(Shipped("triton", rule.variant) for rule in tuning.RULES["triton"]),
 ]
 
 
@@ -97,7 +90,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes the planner take one variant for every problem until the test ends."""
 
     def force(shipped: Shipped) -> None:
-        rule = tuning.Rule(0, 0, shipped.variant, "forced by a test", shipped.lacks)
+        rule = tuning.Rule(0, 0, shipped.variant, "forced by a test")
         monkeypatch.setitem(tuning.RULES, shipped.backend, (rule,))
         planner.plan.cache_clear()
 
@@ -111,6 +104,19 @@ def shipped(request: pytest.FixtureRequest, force: Any) -> Shipped:
     """Every variant in turn, forced."""
     force(request.param)
     return request.param
+
+
+@pytest.fixture
+def split(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the planner split the longest sequence into so many segments until the test ends."""
+
+    def split(segments: int) -> None:
+        monkeypatch.setattr(planner, "counts_to_try", lambda *_: [segments])
+        planner.plan.cache_clear()
+
+    yield split
+    monkeypatch.undo()
+    planner.plan.cache_clear()
 
 
 def pytest_configure(config: pytest.Config) -> None:
