@@ -29,12 +29,14 @@ class Descriptors:
     def __init__(self, cls: type, layout: Layout | None):
         defaults = {f.name: f.default for f in fields(cls) if f.default is not MISSING}
 
+        @lru_cache(maxsize=64)
+        def of_block(block: Sizes, dtype: torch.dtype) -> dict[str, Any]:
+            placed = {} if layout is None else {"layout": layout(block, dtype)}
+            return {**defaults, "block_shape": list(block), **placed}
+
         def fill(base: Any, dtype: torch.dtype, shape: Sizes, strides: Sizes, block: Sizes) -> Any:
             d = object.__new__(cls)
-            placed = {} if layout is None else {"layout": layout(block, dtype)}
-            d.__dict__.update(
-                defaults, base=base, shape=shape, strides=strides, block_shape=list(block), **placed
-            )
+            d.__dict__.update(of_block(block, dtype), base=base, shape=shape, strides=strides)
             d.encoded = {}  # what the driver made of it, by kernel (direct.py)
             return d
 

@@ -9,6 +9,7 @@ arguments, is launched by Triton.
 from __future__ import annotations
 
 import inspect
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from triton import knobs
@@ -37,6 +38,7 @@ def launch_of(compiled: Any, device: int, constants: tuple[Any, ...]) -> Launch:
     encodings = [(meta, repr(meta)) for meta in compiled.metadata.tensordesc_meta or ()]
     # the last first: each is replaced by several values
     descriptors = list(zip(described, encodings, strict=True))[::-1]
+    encode = encoder()
     current_stream = driver.active.get_current_stream
     hooks = knobs.runtime
 
@@ -49,22 +51,23 @@ def launch_of(compiled: Any, device: int, constants: tuple[Any, ...]) -> Launch:
         for i in pointers:
             values[i] = values[i].data_ptr()
         for i, (meta, key) in descriptors:
-            d = values[i]
-            values[i : i + 1] = d.encoded.get(key) or encode(d, meta, key)
+            encoded = values[i].encoded
+            if key not in encoded:
+                encoded[key] = encode(values[i], meta)
+            values[i : i + 1] = encoded[key]
         call(grid, current_stream(device), values)
 
     return launch
 
 
-def encode(descriptor: Any, meta: dict[str, Any], key: str) -> list[Any]:
-    """What the C function takes for a descriptor: the driver's tensor map, shape and strides."""
+@lru_cache(maxsize=1)
+def encoder() -> Callable[[Any, dict[str, Any]], list[Any]]:
+    """Makes of a descriptor what the C function takes: the driver's tensor map, shape, strides."""
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
     # Triton 3.8 added a parameter, which it does not use
     further = [None] * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)
-    values: list[Any] = make_tensordesc_arg(descriptor, meta, *further)
-    descriptor.encoded[key] = values
-    return values
+    return lambda descriptor, meta: make_tensordesc_arg(descriptor, meta, *further)
 
 
 def c_function(compiled: Any) -> Callable[[tuple[int, ...], int, list[Any]], None] | None:
