@@ -43,6 +43,7 @@ TORCH: tuple[Rule, ...] = (
 # Segments (intra-card context parallelism) are chosen by predictions from these.
 SMS = 132  # of the device that they were measured on
 START_US = 4.0  # a launch and its first step
+IDLE_PART = 0.05  # of a recurrence: what idle launches may take, where lengths are not known
 MERGE_US = 2.4  # a product of the chain that merges segments
 PACES_SOURCE = "fallback: made by hand"
 
