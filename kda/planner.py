@@ -66,12 +66,13 @@ def plan(problem: Problem, offers: tuple[Offer, ...]) -> Plan:
         if length >= r.min_len and runs(r.variant, problem, offer)
     ]
     rule = next(r for r in rules if r.min_programs <= N * HV)
-    best, why = None, "serial"
+    choice = segments.Choice(None, "serial")
     if Feature.SEGMENTS in offer.features:
         # segments make programs enough, so the variant for few programs runs them
         small = next(r for r in rules if r.min_programs == 0)
-        best, why = segments.choose(problem, rule.variant, small.variant, offer.sms)
-        rule = rule if best is None else small
+        choice = segments.choose(problem, rule.variant, small.variant, offer.sms)
+        rule = rule if choice.split is None else small
+    best = choice.split
     step = rule.variant.step
     tiles = tiles_of(problem, step)
     places, recurrences = 0, N
@@ -81,7 +82,7 @@ def plan(problem: Problem, offers: tuple[Offer, ...]) -> Plan:
     reason = (
         f"{offer.backend}{' (Gluon)' * rule.variant.gluon}: {step} tokens a step, "
         f"{rule.variant.v_block} value rows a program, for {N} x {HV} recurrences of typically "
-        f"{length} tokens ({rule.source}); {why}"
+        f"{length} tokens ({rule.source}); {choice.reason}"
     )
     max_steps = varlen.max_steps(T, problem.seq_lens, step)
     return Plan(
@@ -99,6 +100,8 @@ def plan(problem: Problem, offers: tuple[Offer, ...]) -> Plan:
         places=places,
         recurrences=recurrences,
         critical_steps=2 * best.steps + best.segments if best else max_steps,
+        serial_us=choice.serial_us,
+        split_us=choice.split_us,
         workspace_bytes=workspace.size(tiles, HV, step, places),
     )
 

@@ -94,25 +94,40 @@ def precaution(problem: Problem, us: float, variant: Variant, sms: int) -> Split
     return Split(steps * variant.step, steps, count, us + idle) if count > 1 else None
 
 
-def choose(problem: Problem, serial: Variant, small: Variant, sms: int) -> tuple[Split | None, str]:
-    """Segments run by the variant `small` if they pay against sequences run by `serial`, or are
-    asked for; and why, or why not."""
-    if problem.use_intracard_cp is False:
-        return None, "serial, as asked"
-    asked = problem.use_intracard_cp is True
-    if not asked and not {serial, small} <= tuning.PACES.keys():
-        return None, "serial: the pace of this variant is not measured"
-    lengths, HV = likely_lengths(problem), problem.HV
-    if lengths[0] <= small.step:
+class Choice(NamedTuple):
+    """What is to run, and why; the predictions behind it, of all that comes after prepare."""
+
+    split: Split | None  # None: every sequence serially
+    reason: str
+    serial_us: float = 0.0  # 0: nothing was predicted
+    split_us: float = 0.0
+
+
+def obstacle(problem: Problem, longest: int, serial: Variant, small: Variant) -> str | None:
+    """Why nothing can be split or predicted, or None. Raises NotSplittableError where a split is
+    asked for."""
+    why = None
+    if longest <= small.step:
         why = f"no sequence is longer than a step of {small.step} tokens"
-        if asked:
-            raise NotSplittableError(
-                f"use_intracard_cp=True, but {why}: the longest has {lengths[0]}"
-            )
-        return None, f"serial: {why}"
-    counts = counts_to_try(lengths[0], problem.B * problem.T, HV * small.v_splits, sms)
+    if problem.use_intracard_cp is True:
+        if why:
+            raise NotSplittableError(f"use_intracard_cp=True, but {why}: the longest has {longest}")
+    elif not {serial, small} <= tuning.PACES.keys():
+        why = "the pace of this variant is not measured"
+    return why
+
+
+def choose(problem: Problem, serial: Variant, small: Variant, sms: int) -> Choice:
+    """Segments run by the variant `small` if they pay against sequences run by `serial`, or are
+    asked for."""
+    if problem.use_intracard_cp is False:
+        return Choice(None, "serial, as asked")
+    lengths, HV = likely_lengths(problem), problem.HV
+    if (why := obstacle(problem, lengths[0], serial, small)) is not None:
+        return Choice(None, f"serial: {why}")
+    asked = problem.use_intracard_cp is True
     before = serial_us(lengths, HV, serial, sms)
-    why = f"{problem.N} x {HV} recurrences fill the device"
+    counts = counts_to_try(lengths[0], problem.B * problem.T, HV * small.v_splits, sms)
     if counts or asked:
         tried = [varlen.ceil_div(lengths[0], count) for count in counts or [2]]
         best = min((split(lengths, n, HV, small, sms) for n in tried), key=lambda s: s.us)
@@ -122,12 +137,17 @@ def choose(problem: Problem, serial: Variant, small: Variant, sms: int) -> tuple
             f"({tuning.PACES_SOURCE})"
         )
         if asked:
-            return best, f"split, as asked: {why}"
+            return Choice(best, f"split, as asked: {why}", before, best.us)
         if best.us < before:
-            return best, f"split: {why}"
-    if (spare := precaution(problem, before, small, sms)) is not None:
-        return spare, (
-            f"split what is longer than {spare.segment} tokens: only the device knows "
-            f"the lengths; idle launches would take {2 * tuning.START_US:.0f} us"
-        )
-    return None, f"serial: {why}"
+            return Choice(best, f"split: {why}", before, best.us)
+        failing = Choice(None, f"serial: {why}", before, best.us)
+    else:
+        failing = Choice(None, f"serial: {problem.N} x {HV} recurrences fill the device", before)
+    spare = precaution(problem, before, small, sms)
+    if spare is None:
+        return failing
+    why = (
+        f"split what is longer than {spare.segment} tokens: only the device knows the lengths; "
+        f"idle launches would take {2 * tuning.START_US:.0f} us"
+    )
+    return Choice(spare, why, before, spare.us)
