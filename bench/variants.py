@@ -46,11 +46,11 @@ CASES = (
 
 
 SPLIT = {
-    dense(8, 65536): (4, 8, 16),
-    dense(16, 32768): (2, 3, 4, 8),
-    dense(4, 32768): (8, 16, 32),
-    dense(8, 8192): (2, 4, 8),
-    dense(32, 32768): (2, 4),
+    dense(8, 65536): (1, 4, 8, 16),
+    dense(16, 32768): (1, 2, 3, 4, 8),
+    dense(4, 32768): (1, 8, 16, 32),
+    dense(8, 8192): (1, 2, 4, 8),
+    dense(64, 32768): (1, 2),
 }
 
 
@@ -94,14 +94,16 @@ def main(
     p = argparse.ArgumentParser(prog="python -m bench.variants", description=__doc__)
     p.add_argument("--backend", choices=TRIED, default="triton")
     p.add_argument("--out", type=Path, help="results file.json or folder (bench/results)")
+    p.add_argument("--segments", action="store_true", help="only what is split, and the same whole")
     options = p.parse_args(argv)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     meta = results.meta(device, timing.copy_bandwidth(device), timing.protocol(False))
     found = []
-    for row in rows(cases, splits, options.backend, device):
+    for row in rows(() if options.segments else cases, splits, options.backend, device):
         found.append(row)
         print(*row.values(), flush=True)
-    path = results.path_for(options.out, meta, "variants")
+    topic = "segments" if options.segments else "variants"
+    path = results.path_for(options.out, meta, topic)
     lines = ",\n".join(map(json.dumps, found))
     path.write_text(f'{{"meta": {json.dumps(meta, indent=1)},\n"rows": [\n{lines}\n]}}\n')
     return path
