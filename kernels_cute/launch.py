@@ -1,0 +1,73 @@
+"""Launches the two stages with what the plan says, through TVM-FFI.
+
+A kernel's arguments are integers and floats: addresses, strides and sizes. Tensors would cost the
+host a conversion each, and a stride of a size-1 dimension may be anything in torch, but not in TMA.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kernels_cute import compile_cache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from kda.contract import Args, Plan
+    from kda.workspace import Workspace
+
+OPTIONS = f"--enable-tvm-ffi --gpu-arch {compile_cache.ARCH}"
+
+
+def build_recurrence(config: tuple[int, ...]) -> Any:
+    from cutlass import Int32, Int64, cute
+    from cutlass.cute.runtime import make_fake_stream
+
+    from kernels_cute.recurrence import Config, Recurrence
+
+    wide, narrow = [Int64(0)] * 22, [Int32(1)] * 6
+    return cute.compile(
+        Recurrence(Config(*config)), *wide, *narrow, make_fake_stream(), options=OPTIONS
+    )
+
+
+def address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def strides(x: Tensor) -> tuple[int, int, int]:
+    """Of batch, token and head of [B, T, H, D]; a dimension of one element gets a whole row."""
+    (B, T, H, D), (b, t, h, _) = x.shape, x.stride()
+    return b if B > 1 else D, t if T > 1 else D, h if H > 1 else D
+
+
+def stream_of(x: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
+
+
+def recurrence_kernel(plan: Plan) -> Callable[..., None]:
+    v = plan.variant
+    return compile_cache.kernel("recurrence", (v.v_block, v.recurrence_stages), build_recurrence)
+
+
+def recurrence(args: Args, plan: Plan, ws: Workspace) -> None:
+    """Stage 2: the state over the steps of each sequence; writes `out` and `final_state`."""
+    v, out, s0, s1, cu = args.v, args.out, args.initial_state, args.final_state, args.cu_seqlens
+    assert out is not None
+    flags = (
+        (cu is not None and cu.dtype is torch.int64)
+        + 2 * (s0 is not None and s0.dtype is torch.bfloat16)
+        + 4 * (s1 is not None and s1.dtype is torch.bfloat16)
+    )
+    none = (0, 0, 0, 0)
+    recurrence_kernel(plan)(
+        ws.nkd.data_ptr(), ws.m.data_ptr(), ws.gamma.data_ptr(), v.data_ptr(), out.data_ptr(),
+        address(s0), address(s1), address(cu), *strides(v), *strides(out),
+        *(none if s0 is None else s0.stride()), *(none if s1 is None else s1.stride()),
+        plan.tiles, v.shape[0], v.shape[1], plan.N, plan.HV, flags, stream_of(v),
+    )  # fmt: skip

@@ -1,0 +1,87 @@
+"""Device functions that both stages use, and the memory that they view."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
+
+try:
+    from cutlass.memory import SmemAllocator
+except ImportError:  # before 4.8
+    from cutlass.utils import SmemAllocator
+
+__all__ = [
+    "SmemAllocator", "element", "ex2", "first_tile", "heads_first", "offset", "part", "rcp", "rows",
+    "sequence_bounds",
+]  # fmt: skip
+
+F32, I32, I64 = cutlass.Float32, cutlass.Int32, cutlass.Int64
+D = 128
+
+
+def rows(dtype, address: I64, count: I32, columns: int) -> cute.Tensor:
+    """[count, columns] row-major at an address."""
+    ptr = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=128)
+    return cute.make_tensor(ptr, cute.make_layout((count, columns), stride=(columns, 1)))
+
+
+def heads_first(dtype, address: I64, B: I32, T: I32, heads: I32, b: I64, t: I64, h: I64):
+    """[B, T, heads, D] with element strides b, t, h as a tensor (T, D, heads, B). The checks found
+    whole 16-byte lines."""
+    ptr = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16)
+    line = 128 // dtype.width
+    b, t, h = (cute.assume(stride, divby=line) for stride in (b, t, h))
+    return cute.make_tensor(ptr, cute.make_layout((T, D, heads, B), stride=(t, 1, h, b)))
+
+
+def element(dtype, address: I64, index) -> cute.Tensor:
+    """One element of an array at an address, as a tensor to be read or written at 0."""
+    ptr = cute.make_ptr(dtype, address + index * (dtype.width // 8), cute.AddressSpace.gmem)
+    return cute.make_tensor(ptr, cute.make_layout(1))
+
+
+def part(atom, smem, gmem, box):
+    """Partitions of a staged buffer and of all boxes of a global tensor for one TMA copy."""
+    tiles = cute.local_tile(gmem, box, (None, None))
+    s, g = cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2)
+    return cpasync.tma_partition(atom, 0, cute.make_layout(1), s, g)
+
+
+@cute.jit
+def ex2(x: F32) -> F32:
+    """2^x; results below 2^-126 are zero, which saves the scaling around them."""
+    return cute.arch.inline_ptx(
+        "ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[F32], read_only_args=[x]
+    )
+
+
+@cute.jit
+def rcp(x: F32) -> F32:
+    """1 / x to one ulp for x in [1, inf]."""
+    return cute.arch.inline_ptx(
+        "rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[F32], read_only_args=[x]
+    )
+
+
+@cute.jit
+def offset(cu_seqlens: I64, wide: I32, i_n: I32, T: I32) -> I32:
+    """Offset i_n of int32 (wide = 0) or int64 (wide = 1), clamped so that nothing outside [0, T] is
+    read. A wide one is read as two words; a narrow one's sign makes its high word."""
+    low = element(I32, cu_seqlens, I64(i_n << wide))[0]
+    high = element(I32, cu_seqlens, I64((i_n << wide) + wide))[0]
+    if wide == 0:
+        high = low >> 31
+    x = (I64(high) << 32) | (I64(low) & I64(0xFFFFFFFF))
+    return I32(cutlass.min(cutlass.max(x, I64(0)), I64(T)))
+
+
+@cute.jit
+def sequence_bounds(cu_seqlens: I64, wide: I32, i_n: I32, T: I32):
+    """First token and length of sequence i_n. Offsets that go backwards give an empty one."""
+    bos = offset(cu_seqlens, wide, i_n, T)
+    return bos, cutlass.max(offset(cu_seqlens, wide, i_n + 1, T) - bos, I32(0))
+
+
+@cute.jit
+def first_tile(cu_seqlens: I64, wide: I32, i_n: I32, T: I32, C: cutlass.Constexpr) -> I32:
+    """Workspace tile of step 0 of sequence i_n (kda/varlen.py)."""
+    return offset(cu_seqlens, wide, i_n, T) // C + i_n
