@@ -18,10 +18,20 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kda.contract import Args, Plan
+    from kda.contract import Args, Plan, Variant
     from kda.workspace import Workspace
 
 OPTIONS = f"--enable-tvm-ffi --gpu-arch {compile_cache.ARCH}"
+
+
+def build_prepare(config: tuple[int, ...]) -> Any:
+    from cutlass import Float32, Int32, Int64, cute
+    from cutlass.cute.runtime import make_fake_stream
+
+    from kernels_cute.prepare import Prepare
+
+    wide, narrow, real = [Int64(0)] * 25, [Int32(1)] * 7, [Float32(0)] * 2
+    return cute.compile(Prepare(), *wide, *narrow, *real, make_fake_stream(), options=OPTIONS)
 
 
 def build_recurrence(config: tuple[int, ...]) -> Any:
@@ -50,9 +60,31 @@ def stream_of(x: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
 
 
-def recurrence_kernel(plan: Plan) -> Callable[..., None]:
-    v = plan.variant
-    return compile_cache.kernel("recurrence", (v.v_block, v.recurrence_stages), build_recurrence)
+def prepare_kernel(variant: Variant) -> Callable[..., None]:
+    return compile_cache.kernel("prepare", (), build_prepare)
+
+
+def recurrence_kernel(variant: Variant) -> Callable[..., None]:
+    config = (variant.v_block, variant.recurrence_stages)
+    return compile_cache.kernel("recurrence", config, build_recurrence)
+
+
+def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
+    """Stage 1: fills the workspace, and zeros the rows of `out` past the last offset."""
+    q, k, g, beta, out, cu = args.q, args.k, args.g, args.beta, args.out, args.cu_seqlens
+    assert out is not None
+    flags = (
+        (cu is not None and cu.dtype is torch.int64)
+        + 2 * (beta.dtype is torch.float32)
+        + 4 * args.use_qk_l2norm_in_kernel
+    )
+    prepare_kernel(plan.variant)(
+        q.data_ptr(), k.data_ptr(), g.data_ptr(), beta.data_ptr(), address(args.A_log),
+        address(args.dt_bias), address(cu), out.data_ptr(), ws.nkd.data_ptr(), ws.m.data_ptr(),
+        ws.gamma.data_ptr(), *strides(q), *strides(k), *strides(g), *beta.stride(),
+        *out.stride()[1:3], plan.tiles, q.shape[0], q.shape[1], plan.N, plan.H, plan.HV, flags,
+        args.lower_bound, args.scale, stream_of(q),
+    )  # fmt: skip
 
 
 def recurrence(args: Args, plan: Plan, ws: Workspace) -> None:
@@ -65,9 +97,15 @@ def recurrence(args: Args, plan: Plan, ws: Workspace) -> None:
         + 4 * (s1 is not None and s1.dtype is torch.bfloat16)
     )
     none = (0, 0, 0, 0)
-    recurrence_kernel(plan)(
+    recurrence_kernel(plan.variant)(
         ws.nkd.data_ptr(), ws.m.data_ptr(), ws.gamma.data_ptr(), v.data_ptr(), out.data_ptr(),
         address(s0), address(s1), address(cu), *strides(v), *strides(out),
         *(none if s0 is None else s0.stride()), *(none if s1 is None else s1.stride()),
         plan.tiles, v.shape[0], v.shape[1], plan.N, plan.HV, flags, stream_of(v),
     )  # fmt: skip
+
+
+def launch(args: Args, plan: Plan, ws: Workspace) -> None:
+    """The whole call."""
+    prepare(args, plan, ws)
+    recurrence(args, plan, ws)

@@ -10,11 +10,13 @@ except ImportError:  # before 4.8
     from cutlass.utils import SmemAllocator
 
 __all__ = [
-    "SmemAllocator", "element", "ex2", "first_tile", "heads_first", "offset", "part", "rcp", "rows",
-    "sequence_bounds",
+    "SmemAllocator", "element", "ex2", "first_tile", "floats_of", "heads_first", "offset",
+    "pack_bf16", "pack_bf16x4", "pack_f16", "pack_f16x4", "part", "rcp", "rows", "select",
+    "sequence_bounds", "sequence_of_tile",
 ]  # fmt: skip
 
 F32, I32, I64 = cutlass.Float32, cutlass.Int32, cutlass.Int64
+U32, U64 = cutlass.Uint32, cutlass.Uint64
 D = 128
 
 
@@ -46,6 +48,11 @@ def part(atom, smem, gmem, box):
     return cpasync.tma_partition(atom, 0, cute.make_layout(1), s, g)
 
 
+def select(condition, x, y):
+    """x where the condition holds, else y; of x's type."""
+    return type(x)(cutlass.select_(condition, x, y))
+
+
 @cute.jit
 def ex2(x: F32) -> F32:
     """2^x; results below 2^-126 are zero, which saves the scaling around them."""
@@ -60,6 +67,49 @@ def rcp(x: F32) -> F32:
     return cute.arch.inline_ptx(
         "rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[F32], read_only_args=[x]
     )
+
+
+def floats_of(x: U64) -> tuple[F32, F32, F32, F32]:
+    """Four bf16 in 8 bytes, widened in two integer steps a pair."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 lo, hi; mov.b64 {lo, hi}, {$r0}; shl.b32 {$w0}, lo, 16;"
+        " and.b32 {$w1}, lo, 0xffff0000; shl.b32 {$w2}, hi, 16; and.b32 {$w3}, hi, 0xffff0000; }",
+        write_only_types=[F32] * 4,
+        read_only_args=[x],
+    )
+
+
+def pack(kind: str, low: F32, high: F32) -> U32:
+    return cute.arch.inline_ptx(
+        f"cvt.rn.{kind}x2.f32 {{$w0}}, {{$r1}}, {{$r0}};",
+        write_only_types=[U32],
+        read_only_args=[low, high],
+    )
+
+
+def pack4(kind: str, x) -> U64:
+    return cute.arch.inline_ptx(
+        f"{{ .reg .b32 lo, hi; cvt.rn.{kind}x2.f32 lo, {{$r1}}, {{$r0}};"
+        f" cvt.rn.{kind}x2.f32 hi, {{$r3}}, {{$r2}}; mov.b64 {{$w0}}, {{lo, hi}}; }}",
+        write_only_types=[U64],
+        read_only_args=list(x),
+    )
+
+
+def pack_bf16(low: F32, high: F32) -> U32:
+    return pack("bf16", low, high)
+
+
+def pack_f16(low: F32, high: F32) -> U32:
+    return pack("f16", low, high)
+
+
+def pack_bf16x4(x) -> U64:
+    return pack4("bf16", x)
+
+
+def pack_f16x4(x) -> U64:
+    return pack4("f16", x)
 
 
 @cute.jit
@@ -85,3 +135,18 @@ def sequence_bounds(cu_seqlens: I64, wide: I32, i_n: I32, T: I32):
 def first_tile(cu_seqlens: I64, wide: I32, i_n: I32, T: I32, C: cutlass.Constexpr) -> I32:
     """Workspace tile of step 0 of sequence i_n (kda/varlen.py)."""
     return offset(cu_seqlens, wide, i_n, T) // C + i_n
+
+
+@cute.jit
+def sequence_of_tile(
+    cu_seqlens: I64, wide: I32, i_tile: I32, T: I32, N: I32, C: cutlass.Constexpr
+) -> I32:
+    """The sequence, or N for the rows past the last offset, whose tiles i_tile can be among."""
+    lo, hi = I32(0), N
+    while lo < hi:
+        mid = (lo + hi + 1) // 2
+        if first_tile(cu_seqlens, wide, mid, T, C) <= i_tile:
+            lo = mid
+        else:
+            hi = mid - 1
+    return lo

@@ -23,6 +23,7 @@ from kernels_cute.ops import (
     heads_first,
     part,
     rows,
+    select,
     sequence_bounds,
 )
 
@@ -382,7 +383,7 @@ class Recurrence:
             for j in cutlass.range_constexpr(C // 8):
                 for e in cutlass.range_constexpr(2):
                     for i in cutlass.range_constexpr(2):
-                        x_c[e, i, j] = cutlass.select_(
+                        x_c[e, i, j] = select(
                             8 * j + col_0 + e < left, x_c[e, i, j], F32(0.0)
                         )
             self.update(mma_x, mma_s, state, x, u_c, u, o, b_m, b_kr, stage)
