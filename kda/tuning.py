@@ -40,4 +40,16 @@ TORCH: tuple[Rule, ...] = (
     Rule(0, 0, Variant(4, 128), "fallback: fewest steps; the CPU is bound by calls per step"),
 )
 
-RULES = {"triton": TRITON, "torch": TORCH}
+CUTE: tuple[Rule, ...] = (
+    # one program a head, once two would not fit on 132 SMs at one each, as in Gluon
+    Rule(67, 0, Variant(4, 128, 4, 8, 3), "fallback: not measured"),
+    Rule(0, 0, Variant(4, 64, 4, 4, 3), "fallback: not measured"),
+)
+
+RULES = {"cute": CUTE, "triton": TRITON, "torch": TORCH}
+
+# Backends that "auto" passes over although they could run, and why. An entry goes when a results
+# file shows that its backend is the faster one.
+NOT_FOR_AUTO = {
+    "cute": '"auto" passes it over until bench/results shows it to be faster: backend="cute" asks',
+}

@@ -17,14 +17,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kernels_cute import PACKAGES
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 log = logging.getLogger("kda")
 
 ARCH = "sm_90a"
-PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
 FUNCTION = "kernel"
+PREPARE_PROGRAMS_PER_SM = 3  # shared memory allows no more
 
 
 def folder() -> Path:
@@ -64,14 +66,15 @@ def locked(path: Path) -> Iterator[None]:
 
 def stored(path: Path) -> Callable[..., None] | None:
     """The kernel in an object file, or None where there is none that loads."""
+    from cutlass.base_dsl.common import DSLRuntimeError
     from cutlass.cute.runtime import load_module
 
     if not path.exists():
         return None
     try:
         return getattr(load_module(str(path), enable_tvm_ffi=True), FUNCTION)
-    except (OSError, RuntimeError, AttributeError) as e:
-        log.warning("the cached kernel %s does not load (%s): compiling it again", path, e)
+    except (OSError, RuntimeError, AttributeError, DSLRuntimeError) as e:
+        log.warning("%s does not load (%s): it is compiled again", path, type(e).__name__)
         return None
 
 
@@ -81,15 +84,12 @@ def export(kernel: Any, path: Path) -> None:
     try:
         kernel.export_to_c(name, function_name=FUNCTION)
         os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    finally:
+        Path(name).unlink(missing_ok=True)
 
 
 @lru_cache(maxsize=64)
-def kernel(
-    stage: str, config: tuple[Any, ...], build: Callable[[Any], Any]
-) -> Callable[..., None]:
+def kernel(stage: str, config: tuple[Any, ...], build: Callable[[Any], Any]) -> Callable[..., None]:
     """The compiled `stage` for `config`; `build` makes it where no cache has it."""
     path = object_path(stage, config)
     try:

@@ -7,19 +7,22 @@ host a conversion each, and a stride of a size-1 dimension may be anything in to
 from __future__ import annotations
 
 import ctypes
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kernels_cute import compile_cache
+from kernels_cute.compile_cache import PREPARE_PROGRAMS_PER_SM
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor
 
     from kda.contract import Args, Plan, Variant
     from kda.workspace import Workspace
+
 
 OPTIONS = f"--enable-tvm-ffi --gpu-arch {compile_cache.ARCH}"
 
@@ -30,7 +33,7 @@ def build_prepare(config: tuple[int, ...]) -> Any:
 
     from kernels_cute.prepare import Prepare
 
-    wide, narrow, real = [Int64(0)] * 25, [Int32(1)] * 7, [Float32(0)] * 2
+    wide, narrow, real = [Int64(0)] * 25, [Int32(1)] * 8, [Float32(0)] * 2
     return cute.compile(Prepare(), *wide, *narrow, *real, make_fake_stream(), options=OPTIONS)
 
 
@@ -46,6 +49,13 @@ def build_recurrence(config: tuple[int, ...]) -> Any:
     )
 
 
+def warmup(variants: Iterable[Variant]) -> None:
+    """Compiles what plans with these variants launch into the cache; needs no GPU."""
+    for variant in variants:
+        prepare_kernel(variant)
+        recurrence_kernel(variant)
+
+
 def address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
@@ -54,6 +64,11 @@ def strides(x: Tensor) -> tuple[int, int, int]:
     """Of batch, token and head of [B, T, H, D]; a dimension of one element gets a whole row."""
     (B, T, H, D), (b, t, h, _) = x.shape, x.stride()
     return b if B > 1 else D, t if T > 1 else D, h if H > 1 else D
+
+
+@lru_cache(maxsize=64)
+def sms(ordinal: int) -> int:
+    return torch.cuda.get_device_properties(ordinal).multi_processor_count
 
 
 def stream_of(x: Tensor) -> ctypes.c_void_p:
@@ -83,7 +98,8 @@ def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
         address(args.dt_bias), address(cu), out.data_ptr(), ws.nkd.data_ptr(), ws.m.data_ptr(),
         ws.gamma.data_ptr(), *strides(q), *strides(k), *strides(g), *beta.stride(),
         *out.stride()[1:3], plan.tiles, q.shape[0], q.shape[1], plan.N, plan.H, plan.HV, flags,
-        args.lower_bound, args.scale, stream_of(q),
+        min(plan.tiles * plan.HV, PREPARE_PROGRAMS_PER_SM * sms(q.device.index)), args.lower_bound,
+        args.scale, stream_of(q),
     )  # fmt: skip
 
 

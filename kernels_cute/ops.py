@@ -10,13 +10,12 @@ except ImportError:  # before 4.8
     from cutlass.utils import SmemAllocator
 
 __all__ = [
-    "SmemAllocator", "element", "ex2", "first_tile", "floats_of", "heads_first", "offset",
-    "pack_bf16", "pack_bf16x4", "pack_f16", "pack_f16x4", "part", "rcp", "rows", "select",
-    "sequence_bounds", "sequence_of_tile",
+    "SmemAllocator", "element", "ex2", "first_tile", "floats_of", "heads_first", "offset", "pack",
+    "pair_at", "part", "put4", "rcp", "rows", "select", "sequence_bounds", "sequence_of_tile",
 ]  # fmt: skip
 
 F32, I32, I64 = cutlass.Float32, cutlass.Int32, cutlass.Int64
-U32, U64 = cutlass.Uint32, cutlass.Uint64
+U32 = cutlass.Uint32
 D = 128
 
 
@@ -69,17 +68,22 @@ def rcp(x: F32) -> F32:
     )
 
 
-def floats_of(x: U64) -> tuple[F32, F32, F32, F32]:
-    """Four bf16 in 8 bytes, widened in two integer steps a pair."""
-    return cute.arch.inline_ptx(
-        "{ .reg .b32 lo, hi; mov.b64 {lo, hi}, {$r0}; shl.b32 {$w0}, lo, 16;"
-        " and.b32 {$w1}, lo, 0xffff0000; shl.b32 {$w2}, hi, 16; and.b32 {$w3}, hi, 0xffff0000; }",
-        write_only_types=[F32] * 4,
-        read_only_args=[x],
-    )
+def floats_of(pair: cute.Tensor) -> list[F32]:
+    """Four bf16 in two words, widened in two integer steps a word."""
+    words = cute.make_rmem_tensor(2, U32)
+    cute.autovec_copy(pair, words)
+    found = []
+    for i in range(2):
+        found += cute.arch.inline_ptx(
+            "shl.b32 {$w0}, {$r0}, 16; and.b32 {$w1}, {$r0}, 0xffff0000;",
+            write_only_types=[F32] * 2,
+            read_only_args=[words[i]],
+        )
+    return found
 
 
 def pack(kind: str, low: F32, high: F32) -> U32:
+    """Rounded, the first in the low half."""
     return cute.arch.inline_ptx(
         f"cvt.rn.{kind}x2.f32 {{$w0}}, {{$r1}}, {{$r0}};",
         write_only_types=[U32],
@@ -87,29 +91,17 @@ def pack(kind: str, low: F32, high: F32) -> U32:
     )
 
 
-def pack4(kind: str, x) -> U64:
-    return cute.arch.inline_ptx(
-        f"{{ .reg .b32 lo, hi; cvt.rn.{kind}x2.f32 lo, {{$r1}}, {{$r0}};"
-        f" cvt.rn.{kind}x2.f32 hi, {{$r3}}, {{$r2}}; mov.b64 {{$w0}}, {{lo, hi}}; }}",
-        write_only_types=[U64],
-        read_only_args=list(x),
-    )
+def put4(kind: str, pair: cute.Tensor, x: list[F32]) -> None:
+    """Four values, rounded, as two words: as one of 8 bytes they took a move each."""
+    words = cute.make_rmem_tensor(2, U32)
+    words[0], words[1] = pack(kind, x[0], x[1]), pack(kind, x[2], x[3])
+    cute.autovec_copy(words, pair)
 
 
-def pack_bf16(low: F32, high: F32) -> U32:
-    return pack("bf16", low, high)
-
-
-def pack_f16(low: F32, high: F32) -> U32:
-    return pack("f16", low, high)
-
-
-def pack_bf16x4(x) -> U64:
-    return pack4("bf16", x)
-
-
-def pack_f16x4(x) -> U64:
-    return pack4("f16", x)
+def pair_at(address: I64) -> cute.Tensor:
+    """Two words of global memory."""
+    ptr = cute.make_ptr(U32, address, cute.AddressSpace.gmem, assumed_align=8)
+    return cute.make_tensor(ptr, cute.make_layout(2))
 
 
 @cute.jit
@@ -141,12 +133,17 @@ def first_tile(cu_seqlens: I64, wide: I32, i_n: I32, T: I32, C: cutlass.Constexp
 def sequence_of_tile(
     cu_seqlens: I64, wide: I32, i_tile: I32, T: I32, N: I32, C: cutlass.Constexpr
 ) -> I32:
-    """The sequence, or N for the rows past the last offset, whose tiles i_tile can be among."""
-    lo, hi = I32(0), N
-    while lo < hi:
-        mid = (lo + hi + 1) // 2
-        if first_tile(cu_seqlens, wide, mid, T, C) <= i_tile:
-            lo = mid
-        else:
-            hi = mid - 1
+    """The sequence, or N for the rows past the last offset, whose tiles i_tile can be among: a warp
+    looks at 32 offsets at once, because each look waits for memory."""
+    lane = cute.arch.lane_idx()
+    lo, span = I32(0), N  # it is one of lo to lo + span
+    while span > 0:
+        stride = (span + 31) // 32
+        n = lo + stride * (lane + 1)
+        inside = n <= lo + span
+        n = cutlass.min(n, lo + span)
+        below = inside & (first_tile(cu_seqlens, wide, n, T, C) <= i_tile)
+        found = cute.arch.popc(cute.arch.vote_ballot_sync(below))
+        span = cutlass.min(lo + span, lo + stride * (found + 1) - 1) - (lo + stride * found)
+        lo = lo + stride * found
     return lo

@@ -121,6 +121,9 @@ class Recurrence:
         ).launch(
             grid=(N * HV * (D // bv), 1, 1),
             block=(self.config.threads, 1, 1),
+            # ".maxntid" in place of ".reqntid", with which ptxas, short of registers, looped over
+            # the threads of every TMA copy in the variant of two consumer groups
+            max_number_threads=(self.config.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
         )  # fmt: skip
@@ -383,9 +386,7 @@ class Recurrence:
             for j in cutlass.range_constexpr(C // 8):
                 for e in cutlass.range_constexpr(2):
                     for i in cutlass.range_constexpr(2):
-                        x_c[e, i, j] = select(
-                            8 * j + col_0 + e < left, x_c[e, i, j], F32(0.0)
-                        )
+                        x_c[e, i, j] = select(8 * j + col_0 + e < left, x_c[e, i, j], F32(0.0))
             self.update(mma_x, mma_s, state, x, u_c, u, o, b_m, b_kr, stage)
             warpgroup.wait_group(0)
             ob.store(o.load().to(BF16))
@@ -422,42 +423,42 @@ class Recurrence:
         self, state: cute.Tensor, address: I64, flags: I32, at: I64, v: I64, k: I64, row_0: I32,
         col_0: I32,
     ):  # fmt: skip
-        flat = cute.make_tensor(state.iterator, cute.make_layout((2, 2, 16)))
-        corner = at + I64(row_0) * v + I64(col_0) * k
         state.fill(0.0)
+        corner = at + I64(row_0) * v + I64(col_0) * k
         if address != 0:
             if flags & INITIAL_BF16 != 0:
-                for j in cutlass.range_constexpr(16):
-                    for i in cutlass.range_constexpr(2):
-                        for e in cutlass.range_constexpr(2):
-                            index = corner + 8 * i * v + (8 * j + e) * k
-                            flat[e, i, j] = element(BF16, address, index)[0].to(F32)
+                self.read_state_as(BF16, state, address + corner * 2, v * 2, k * 2)
             else:
-                for j in cutlass.range_constexpr(16):
-                    for i in cutlass.range_constexpr(2):
-                        for e in cutlass.range_constexpr(2):
-                            index = corner + 8 * i * v + (8 * j + e) * k
-                            flat[e, i, j] = element(F32, address, index)[0]
+                self.read_state_as(F32, state, address + corner * 4, v * 4, k * 4)
+
+    @cute.jit
+    def read_state_as(self, dtype: cutlass.Constexpr, state: cute.Tensor, p: I64, v: I64, k: I64):
+        flat = cute.make_tensor(state.iterator, cute.make_layout((2, 2, 16)))
+        for j in cutlass.range_constexpr(16):
+            for i in cutlass.range_constexpr(2):
+                for e in cutlass.range_constexpr(2):
+                    flat[e, i, j] = element(dtype, p + (i * 8 * v + e * k), 0)[0].to(F32)
+            p = p + 8 * k
 
     @cute.jit
     def write_state(
         self, state: cute.Tensor, address: I64, flags: I32, at: I64, v: I64, k: I64, row_0: I32,
         col_0: I32,
     ):  # fmt: skip
-        flat = cute.make_tensor(state.iterator, cute.make_layout((2, 2, 16)))
         corner = at + I64(row_0) * v + I64(col_0) * k
         if flags & FINAL_BF16 != 0:
-            for j in cutlass.range_constexpr(16):
-                for i in cutlass.range_constexpr(2):
-                    for e in cutlass.range_constexpr(2):
-                        index = corner + 8 * i * v + (8 * j + e) * k
-                        element(BF16, address, index)[0] = flat[e, i, j].to(BF16)
+            self.write_state_as(BF16, state, address + corner * 2, v * 2, k * 2)
         else:
-            for j in cutlass.range_constexpr(16):
-                for i in cutlass.range_constexpr(2):
-                    for e in cutlass.range_constexpr(2):
-                        index = corner + 8 * i * v + (8 * j + e) * k
-                        element(F32, address, index)[0] = flat[e, i, j]
+            self.write_state_as(F32, state, address + corner * 4, v * 4, k * 4)
+
+    @cute.jit
+    def write_state_as(self, dtype: cutlass.Constexpr, state: cute.Tensor, p: I64, v: I64, k: I64):
+        flat = cute.make_tensor(state.iterator, cute.make_layout((2, 2, 16)))
+        for j in cutlass.range_constexpr(16):
+            for i in cutlass.range_constexpr(2):
+                for e in cutlass.range_constexpr(2):
+                    element(dtype, p + (i * 8 * v + e * k), 0)[0] = flat[e, i, j].to(dtype)
+            p = p + 8 * k
 
     @cute.jit
     def product(self, mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor):
