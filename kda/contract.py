@@ -42,6 +42,7 @@ class Feature(Enum):
     PACKED = "packed sequences (cu_seqlens)"
     FP32_GATE = "g in fp32"
     BETA_UP_TO_TWO = "beta above 1 (allow_neg_eigval, or beta computed outside)"
+    SEGMENTS = "splitting sequences into segments (use_intracard_cp=True)"
 
 
 @lru_cache(maxsize=64)
@@ -101,6 +102,7 @@ class Offer(NamedTuple):
     features: frozenset[Feature]
     reason: str | None
     gluon: bool = False  # variants written in Gluon can run as well
+    sms: int = 1  # streaming multiprocessors of the device
 
 
 class Variant(NamedTuple):
@@ -118,6 +120,11 @@ class Variant(NamedTuple):
         """Tokens a step."""
         return CHUNK * self.chunks_per_step
 
+    @property
+    def v_splits(self) -> int:
+        """Recurrence programs that share one head's value rows."""
+        return HEAD_DIM // self.v_block
+
 
 class Plan(NamedTuple):
     """What will run. `kda.explain` returns it; launchers take grids and sizes from it."""
@@ -131,7 +138,11 @@ class Plan(NamedTuple):
     N: int
     tiles: int  # steps of workspace per value head; an upper bound when packed
     max_steps: int  # steps of the longest sequence; an upper bound without host-known lengths
-    segments: int  # 1 = serial
+    segment: int  # most tokens of a segment, whole steps; 0: every sequence runs serially
+    segments: int  # of the longest sequence, 1 = serial; an upper bound without host-known lengths
+    places: int  # for the states of segments, per value head; 0 = serial
+    recurrences: int  # per value head: N, or with segments no fewer than all of them
+    critical_steps: int  # one after the other: max_steps, or a segment's pre-scan and recurrence
     workspace_bytes: int
 
     @property
@@ -142,7 +153,7 @@ class Plan(NamedTuple):
     @property
     def v_splits(self) -> int:
         """Recurrence programs that share one head's value rows."""
-        return HEAD_DIM // self.variant.v_block
+        return self.variant.v_splits
 
 
 class Args(NamedTuple):

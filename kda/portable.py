@@ -18,7 +18,7 @@ from kda.workspace import Workspace
 if TYPE_CHECKING:
     from torch import Tensor
 
-FEATURES = frozenset(Feature)
+FEATURES = frozenset(Feature) - {Feature.SEGMENTS}
 
 NO_DECAY_LEFT = -105.0  # nats; exp(-105) is 0 in fp32, and sums stay finite where a gate is -inf
 SLAB = 1 << 13  # workspace rows (tokens x value heads) prepared at a time: 4 MB a temporary

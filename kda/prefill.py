@@ -144,6 +144,14 @@ def explain(*args: Any, **kwargs: Any) -> Plan:
     return planner.plan(problem, registry.offers(backend, device.facts(q.device)))
 
 
+def warmup(*, backend: str = "cute") -> None:
+    """Compiles every kernel that calls of `backend` can launch into its cache on disk, so that no
+    call waits for a compiler. It needs no GPU: run it where an image is built. Only "cute" has such
+    a cache; what it holds already is not compiled again.
+    """
+    registry.warmup(backend)
+
+
 def backends() -> tuple[Offer, ...]:
     """Every backend with its features on the current GPU, or on the CPU where there is none, and
     the reason why it cannot run there (None: it can)."""

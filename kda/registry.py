@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
 from kda import tuning
-from kda.contract import Device, Offer, Plan
+from kda.contract import BackendError, Device, Offer, Plan
 
 if TYPE_CHECKING:
     from kda.contract import Args
@@ -45,7 +45,7 @@ def offer(backend: str, device: Device) -> Offer:
     declared = importlib.import_module(BACKENDS[backend][0])
     reason = declared.available(device)
     gluon = backend == "triton" and reason is None and declared.gluon(device)
-    return Offer(backend, declared.FEATURES, reason, gluon)
+    return Offer(backend, declared.FEATURES, reason, gluon, device.sms)
 
 
 # What a broken install, a half-removed one or one for another Python raises when it is imported.
@@ -90,6 +90,17 @@ def offers(backend: str, device: Device) -> tuple[Offer, ...]:
 def load(backend: str) -> Backend:
     """The launcher module of a backend that a plan chose."""
     return importlib.import_module(BACKENDS[backend][1])
+
+
+def warmup(backend: str) -> None:
+    """See `kda.warmup`."""
+    if backend != "cute":
+        raise ValueError(f"only 'cute' has kernels that can be compiled ahead, got {backend!r}")
+    package, launcher = BACKENDS[backend]
+    why = importlib.import_module(package).compiler_missing()
+    if why is not None:
+        raise BackendError(f"backend {backend!r} cannot compile: {why}", ((backend, why),))
+    importlib.import_module(launcher).warmup([rule.variant for rule in tuning.RULES[backend]])
 
 
 _reported: set[tuple[str, str]] = set()

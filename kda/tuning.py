@@ -5,6 +5,18 @@ from typing import NamedTuple
 from kda.contract import Feature, Variant
 
 
+class Pace(NamedTuple):
+    """What a step takes in the recurrence, or in the pre-scan of segments [us]."""
+
+    step: tuple[float, ...]  # where each SM runs one program, two, ... as many as it can hold
+    share: float  # of one program, where the device as a whole is the limit
+
+
+class Paces(NamedTuple):
+    recurrence: Pace
+    scan: Pace
+
+
 class Rule(NamedTuple):
     """The first rule whose conditions all hold gives the variant."""
 
@@ -45,6 +57,20 @@ CUTE: tuple[Rule, ...] = (
     Rule(67, 0, Variant(4, 128, 4, 8, 3), "fallback: not measured"),
     Rule(0, 0, Variant(4, 64, 4, 4, 3), "fallback: not measured"),
 )
+
+# Segments (intra-card context parallelism) are chosen by predictions from these.
+SMS = 132  # of the device that they were measured on
+START_US = 4.0  # a launch and its first step
+MERGE_US = 2.4  # a product of the chain that merges segments
+PACES_SOURCE = "fallback: made by hand"
+
+PACES = {
+    Variant(4, 128, 4, 8, 2, gluon=True): Paces(Pace((1.75,), 0.0219), Pace((1.3,), 0.0094)),
+    Variant(4, 64, 4, 4, 3, gluon=True): Paces(Pace((1.0,), 0.0109), Pace((0.72, 1.0), 0.0047)),
+    Variant(4, 128, 4, 8, 3): Paces(Pace((1.36,), 0.0219), Pace((0.8,), 0.006)),
+    Variant(4, 64, 4, 4, 3): Paces(Pace((0.81,), 0.0109), Pace((0.8,), 0.006)),
+    Variant(1, 64, 2, 4, 3): Paces(Pace((0.7, 0.93), 0.0034), Pace((0.5, 0.7), 0.0024)),
+}
 
 RULES = {"cute": CUTE, "triton": TRITON, "torch": TORCH}
 

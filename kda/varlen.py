@@ -5,6 +5,10 @@ sequence n lives at tile floor(bos_n / C) + n + i: unique, because a sequence of
 ceil(len / C) <= floor((bos + len) / C) - floor(bos / C) + 1 tiles, and below ceil(T / C) + N. No
 prefix sum, no table, no host read of the offsets. Sequence number N is virtual: the rows at and
 past the last offset, which come back as zeros.
+
+Segments of at most L tokens are found in the same way, with L in place of C. Only a sequence longer
+than L has several, and needs places for the states before them: ceil(len / L) <= floor(2 len / L) of
+them from floor(2 bos_n / L) on, so that short sequences take none.
 """
 
 from __future__ import annotations
@@ -24,6 +28,11 @@ def ceil_div(a: int, b: int) -> int:
 def tile_count(B: int, T: int, N: int, packed: bool, step: int) -> int:
     """Tiles per value head that hold any division of the call's tokens into its sequences."""
     return ceil_div(T, step) + N if packed else B * ceil_div(T, step)
+
+
+def place_count(B: int, T: int, packed: bool, segment: int) -> int:
+    """Places per value head for the states before the segments of sequences that are split."""
+    return 2 * T // segment if packed else B * ceil_div(T, segment)
 
 
 def max_steps(T: int, seq_lens: Sequence[int] | None, step: int) -> int:

@@ -1,7 +1,8 @@
 """The region table: what prepare writes and the recurrence reads, once for every backend.
 
 Per tile (one step of C tokens of one sequence) and value head, with E5 and E6 of the README.
-C = 16 takes 832 bytes a padded token and head, C = 64 takes 904.
+C = 16 takes 832 bytes a padded token and head, C = 64 takes 904. A plan with segments adds two
+states (E7) per place of a segment and value head, 128 KB.
 """
 
 from __future__ import annotations
@@ -24,15 +25,21 @@ class Region(NamedTuple):
     name: str
     dims: tuple[str, ...]  # per tile and head: "C" tokens of a step, "D" channels
     dtype: torch.dtype
+    per: str = "tile"  # or "place" of a segment
 
 
-# nkd, qd and kr have one shape and adjoin: a launcher may address them as one array.
+# nkd, qd and kr have one shape and adjoin: a launcher may address them as one array. So do states
+# and transitions.
 REGIONS = (
     Region("nkd", ("C", "D"), torch.bfloat16),  # -k exp(G)
     Region("qd", ("C", "D"), torch.bfloat16),  # scale q exp(G)
     Region("kr", ("C", "D"), torch.bfloat16),  # A^T (k exp(G_C - G))
     Region("m", ("C", "C"), torch.bfloat16),  # M A
     Region("gamma", ("D",), torch.float32),  # exp(G_C)
+    Region(
+        "states", ("D", "D"), torch.float32, "place"
+    ),  # S before a segment; at first the last's Z
+    Region("transitions", ("D", "D"), torch.float32, "place"),  # P of a segment
 )
 
 
@@ -44,6 +51,8 @@ class Workspace(NamedTuple):
     kr: Tensor  # [tiles, HV, C, K] bf16
     m: Tensor  # [tiles, HV, C, C] bf16
     gamma: Tensor  # [tiles, HV, K] fp32
+    states: Tensor  # [places, HV, V, K] fp32
+    transitions: Tensor  # [places, HV, K, K] fp32
 
 
 class Placed(NamedTuple):
@@ -56,12 +65,13 @@ class Placed(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def place(tiles: int, HV: int, step: int) -> tuple[Placed, ...]:
+def place(tiles: int, HV: int, step: int, places: int) -> tuple[Placed, ...]:
     """Where each region lies in the buffer."""
     sizes = {"C": step, "D": HEAD_DIM}
     placed, start = [], 0
     for region in REGIONS:
-        shape = (tiles, HV, *(sizes[d] for d in region.dims))
+        count = tiles if region.per == "tile" else places
+        shape = (count, HV, *(sizes[d] for d in region.dims))
         nbytes = prod(shape) * region.dtype.itemsize
         strides = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
         offset = start // region.dtype.itemsize
@@ -70,9 +80,9 @@ def place(tiles: int, HV: int, step: int) -> tuple[Placed, ...]:
     return tuple(placed)
 
 
-def size(tiles: int, HV: int, step: int) -> int:
+def size(tiles: int, HV: int, step: int, places: int = 0) -> int:
     """Bytes of the buffer."""
-    last = place(tiles, HV, step)[-1]
+    last = place(tiles, HV, step, places)[-1]
     return last.start + -(-last.nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -83,7 +93,7 @@ def carve(plan: Plan, like: Tensor) -> Workspace:
     return Workspace(
         *[
             typed[p.region.dtype].as_strided(p.shape, p.strides, p.offset)
-            for p in place(plan.tiles, plan.HV, plan.step)
+            for p in place(plan.tiles, plan.HV, plan.step, plan.places)
         ]
     )
 

@@ -6,7 +6,9 @@ from importlib.metadata import PackageNotFoundError, version
 from kda.contract import Device, Feature
 from kda.registry import import_failure
 
-FEATURES = frozenset({Feature.GATE_BOUNDED, Feature.GROUPED_VALUES, Feature.PACKED})
+FEATURES = frozenset(
+    {Feature.GATE_BOUNDED, Feature.GROUPED_VALUES, Feature.PACKED, Feature.SEGMENTS}
+)
 
 OLDEST_DSL, BEFORE_DSL = (4, 8, 1), (4, 9)  # the versions whose machine code the tests have read
 PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi")

@@ -1,4 +1,4 @@
-"""Launches the two stages with what the plan says, through TVM-FFI.
+"""Launches the stages with what the plan says, through TVM-FFI.
 
 A kernel's arguments are integers and floats: addresses, strides and sizes. Tensors would cost the
 host a conversion each, and a stride of a size-1 dimension may be anything in torch, but not in TMA.
@@ -24,35 +24,50 @@ if TYPE_CHECKING:
     from kda.workspace import Workspace
 
 
+SCAN_STAGES = 5  # all that shared memory holds
+
 OPTIONS = f"--enable-tvm-ffi --gpu-arch {compile_cache.ARCH}"
 
 
-def build_prepare(config: tuple[int, ...]) -> Any:
+def build(stage: Any, wide: int, narrow: int, real: int = 0) -> Any:
+    """Compiles a stage from the number of its int64, int32 and fp32 arguments, in this order."""
     from cutlass import Float32, Int32, Int64, cute
     from cutlass.cute.runtime import make_fake_stream
 
+    arguments = [Int64(0)] * wide + [Int32(1)] * narrow + [Float32(0)] * real
+    return cute.compile(stage, *arguments, make_fake_stream(), options=OPTIONS)
+
+
+def build_prepare(config: tuple[()]) -> Any:
     from kernels_cute.prepare import Prepare
 
-    wide, narrow, real = [Int64(0)] * 25, [Int32(1)] * 8, [Float32(0)] * 2
-    return cute.compile(Prepare(), *wide, *narrow, *real, make_fake_stream(), options=OPTIONS)
+    return build(Prepare(), 25, 8, 2)
 
 
-def build_recurrence(config: tuple[int, ...]) -> Any:
-    from cutlass import Int32, Int64, cute
-    from cutlass.cute.runtime import make_fake_stream
+def build_scan(config: tuple[int]) -> Any:
+    from kernels_cute.scan import Config, Scan
 
+    return build(Scan(Config(*config)), 13, 8)
+
+
+def build_merge(config: tuple[()]) -> Any:
+    from kernels_cute.merge import Merge
+
+    return build(Merge(), 2, 6)
+
+
+def build_recurrence(config: tuple[int, int]) -> Any:
     from kernels_cute.recurrence import Config, Recurrence
 
-    wide, narrow = [Int64(0)] * 22, [Int32(1)] * 6
-    return cute.compile(
-        Recurrence(Config(*config)), *wide, *narrow, make_fake_stream(), options=OPTIONS
-    )
+    return build(Recurrence(Config(*config)), 23, 8)
 
 
 def warmup(variants: Iterable[Variant]) -> None:
     """Compiles what plans with these variants launch into the cache; needs no GPU."""
     for variant in variants:
         prepare_kernel(variant)
+        scan_kernel(variant)
+        merge_kernel(variant)
         recurrence_kernel(variant)
 
 
@@ -79,6 +94,14 @@ def prepare_kernel(variant: Variant) -> Callable[..., None]:
     return compile_cache.kernel("prepare", (), build_prepare)
 
 
+def scan_kernel(variant: Variant) -> Callable[..., None]:
+    return compile_cache.kernel("scan", (SCAN_STAGES,), build_scan)
+
+
+def merge_kernel(variant: Variant) -> Callable[..., None]:
+    return compile_cache.kernel("merge", (), build_merge)
+
+
 def recurrence_kernel(variant: Variant) -> Callable[..., None]:
     config = (variant.v_block, variant.recurrence_stages)
     return compile_cache.kernel("recurrence", config, build_recurrence)
@@ -103,25 +126,56 @@ def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
     )  # fmt: skip
 
 
-def recurrence(args: Args, plan: Plan, ws: Workspace) -> None:
-    """Stage 2: the state over the steps of each sequence; writes `out` and `final_state`."""
-    v, out, s0, s1, cu = args.v, args.out, args.initial_state, args.final_state, args.cu_seqlens
-    assert out is not None
-    flags = (
+def flags_of(args: Args) -> int:
+    """`flags` of all stages but the first: see kernels_cute/state.py."""
+    s0, s1, cu = args.initial_state, args.final_state, args.cu_seqlens
+    return (
         (cu is not None and cu.dtype is torch.int64)
         + 2 * (s0 is not None and s0.dtype is torch.bfloat16)
         + 4 * (s1 is not None and s1.dtype is torch.bfloat16)
     )
-    none = (0, 0, 0, 0)
+
+
+NO_STRIDES = (0, 0, 0, 0)
+
+
+def scan(args: Args, plan: Plan, ws: Workspace) -> None:
+    """Stage 2 of a plan with segments: Z and P of each (README, E7)."""
+    v, s0 = args.v, args.initial_state
+    scan_kernel(plan.variant)(
+        ws.nkd.data_ptr(), ws.gamma.data_ptr(), v.data_ptr(), address(s0), ws.states.data_ptr(),
+        address(args.cu_seqlens), *strides(v), *(NO_STRIDES if s0 is None else s0.stride()),
+        plan.tiles, v.shape[0], v.shape[1], plan.N, plan.HV, flags_of(args), plan.segment,
+        plan.places, stream_of(v),
+    )  # fmt: skip
+
+
+def merge(args: Args, plan: Plan, ws: Workspace) -> None:
+    """Stage 3 of a plan with segments: the state before each."""
+    merge_kernel(plan.variant)(
+        ws.states.data_ptr(), address(args.cu_seqlens), args.v.shape[1], plan.N, plan.HV,
+        flags_of(args), plan.segment, plan.places, stream_of(args.v),
+    )  # fmt: skip
+
+
+def recurrence(args: Args, plan: Plan, ws: Workspace) -> None:
+    """The last stage: the state over the steps of each sequence, or of each segment from the state
+    before it; writes `out` and `final_state`."""
+    v, out, s0, s1 = args.v, args.out, args.initial_state, args.final_state
+    assert out is not None
     recurrence_kernel(plan.variant)(
         ws.nkd.data_ptr(), ws.m.data_ptr(), ws.gamma.data_ptr(), v.data_ptr(), out.data_ptr(),
-        address(s0), address(s1), address(cu), *strides(v), *strides(out),
-        *(none if s0 is None else s0.stride()), *(none if s1 is None else s1.stride()),
-        plan.tiles, v.shape[0], v.shape[1], plan.N, plan.HV, flags, stream_of(v),
+        address(s0), address(s1), ws.states.data_ptr(), address(args.cu_seqlens), *strides(v),
+        *strides(out), *(NO_STRIDES if s0 is None else s0.stride()),
+        *(NO_STRIDES if s1 is None else s1.stride()), plan.tiles, v.shape[0], v.shape[1], plan.N,
+        plan.HV, flags_of(args), plan.segment, plan.recurrences, stream_of(v),
     )  # fmt: skip
 
 
 def launch(args: Args, plan: Plan, ws: Workspace) -> None:
     """The whole call."""
     prepare(args, plan, ws)
+    if plan.segment:
+        scan(args, plan, ws)
+        merge(args, plan, ws)
     recurrence(args, plan, ws)

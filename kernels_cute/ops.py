@@ -10,8 +10,9 @@ except ImportError:  # before 4.8
     from cutlass.utils import SmemAllocator
 
 __all__ = [
-    "SmemAllocator", "element", "ex2", "first_tile", "floats_of", "heads_first", "offset", "pack",
-    "pair_at", "part", "put4", "rcp", "rows", "select", "sequence_bounds", "sequence_of_tile",
+    "SmemAllocator", "element", "ex2", "first_tile", "floats_of", "heads_first", "last_from",
+    "offset", "pack", "pair_at", "part", "put4", "rcp", "rows", "segment_at", "select",
+    "sequence_bounds", "sequence_of_tile",
 ]  # fmt: skip
 
 F32, I32, I64 = cutlass.Float32, cutlass.Int32, cutlass.Int64
@@ -130,11 +131,11 @@ def first_tile(cu_seqlens: I64, wide: I32, i_n: I32, T: I32, C: cutlass.Constexp
 
 
 @cute.jit
-def sequence_of_tile(
-    cu_seqlens: I64, wide: I32, i_tile: I32, T: I32, N: I32, C: cutlass.Constexpr
+def last_from(
+    cu_seqlens: I64, wide: I32, i: I32, T: I32, N: I32, unit: I32, extra: cutlass.Constexpr
 ) -> I32:
-    """The sequence, or N for the rows past the last offset, whose tiles i_tile can be among: a warp
-    looks at 32 offsets at once, because each look waits for memory."""
+    """The last n <= N with offset n // unit + n * extra <= i: a warp looks at 32 offsets at once,
+    because each look waits for memory."""
     lane = cute.arch.lane_idx()
     lo, span = I32(0), N  # it is one of lo to lo + span
     while span > 0:
@@ -142,8 +143,51 @@ def sequence_of_tile(
         n = lo + stride * (lane + 1)
         inside = n <= lo + span
         n = cutlass.min(n, lo + span)
-        below = inside & (first_tile(cu_seqlens, wide, n, T, C) <= i_tile)
+        below = inside & (offset(cu_seqlens, wide, n, T) // unit + n * extra <= i)
         found = cute.arch.popc(cute.arch.vote_ballot_sync(below))
         span = cutlass.min(lo + span, lo + stride * (found + 1) - 1) - (lo + stride * found)
         lo = lo + stride * found
     return lo
+
+
+@cute.jit
+def sequence_of_tile(
+    cu_seqlens: I64, wide: I32, i_tile: I32, T: I32, N: I32, C: cutlass.Constexpr
+) -> I32:
+    """The sequence, or N for the rows past the last offset, whose tiles i_tile can be among."""
+    return last_from(cu_seqlens, wide, i_tile, T, N, I32(C), 1)
+
+
+@cute.jit
+def segment_at(
+    cu_seqlens: I64, wide: I32, i: I32, T: I32, N: I32, segment: I32, C: cutlass.Constexpr,
+    by_place: cutlass.Constexpr,
+):  # fmt: skip
+    """Segment i by the count of all recurrences, or by the place of its states (kda/varlen.py):
+    (sequence, number in it, place, the sequence's first token, steps of C tokens before the
+    segment, tokens of the segment, tokens after it). -1 tokens: there is none."""
+    per_row = (T + segment - 1) // segment
+    i_n, i_s, place = i // per_row, i % per_row, i
+    bos, length = I32(0), T
+    if cu_seqlens != 0:
+        if cutlass.const_expr(by_place):
+            i_n = last_from(cu_seqlens, wide, i, T, N, segment // 2, 0)
+        else:
+            i_n = last_from(cu_seqlens, wide, i, T, N, segment, 1)
+        i_n = cutlass.min(i_n, N - 1)
+        bos, length = sequence_bounds(cu_seqlens, wide, i_n, T)
+        if cutlass.const_expr(by_place):
+            i_s = i - bos // (segment // 2)
+        else:
+            i_s = i - bos // segment - i_n
+        place = bos // (segment // 2) + i_s
+    count = cutlass.max((length + segment - 1) // segment, I32(1))
+    steps = (length + C - 1) // C
+    before = i_s * (steps // count) + cutlass.min(i_s, steps % count)
+    own = steps // count * C
+    if i_s < steps % count:
+        own += C
+    own = cutlass.min(own, length - before * C)
+    if (i_s >= count) | (i_s < 0):
+        own = I32(-1)
+    return i_n, i_s, place, bos, before, own, length - before * C - own

@@ -15,23 +15,33 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
+from kernels_cute.layouts import C, D, flat
 from kernels_cute.ops import (
-    D,
     SmemAllocator,
-    element,
     first_tile,
     heads_first,
     part,
     rows,
+    segment_at,
     select,
     sequence_bounds,
 )
+from kernels_cute.state import (
+    INITIAL_BF16,
+    OFFSETS_64,
+    decay,
+    hand,
+    product,
+    product_0,
+    read_state,
+    round_state,
+    rows_of,
+    update,
+    widen,
+    write_state,
+)
 
 BF16, F32, I32, I64 = cutlass.BFloat16, cutlass.Float32, cutlass.Int32, cutlass.Int64
-C = 64
-
-# bits of `flags`
-OFFSETS_64, INITIAL_BF16, FINAL_BF16 = 1, 2, 4
 
 
 class Config(NamedTuple):
@@ -81,11 +91,14 @@ class Recurrence:
         gamma: I64,  # [tiles * HV, K] fp32
         v: I64, out: I64,  # [B, T, HV, V] bf16
         initial_state: I64, final_state: I64,  # [N, HV, V, K] fp32 | bf16, or 0
+        states: I64,  # [places, HV, V, K] fp32: the states before segments
         cu_seqlens: I64,  # [N + 1] int32 | int64, or 0
         v_b: I64, v_t: I64, v_h: I64, out_b: I64, out_t: I64, out_h: I64,
         s0_n: I64, s0_h: I64, s0_v: I64, s0_k: I64,
         s1_n: I64, s1_h: I64, s1_v: I64, s1_k: I64,
         tiles: I32, B: I32, T: I32, N: I32, HV: I32, flags: I32,
+        segment: I32,  # most tokens of one, or 0
+        runs: I32,  # recurrences per head
         stream,
     ):  # fmt: skip
         bv = self.config.v_block
@@ -115,11 +128,11 @@ class Recurrence:
         mma_s = cute.make_tiled_mma(cute.make_mma_atom(op_s))
         self.kernel(
             mma_x, mma_0, mma_s, a_w, t_w, a_m, t_m, a_v, t_v, a_o, t_o, g_o,
-            rows(F32, gamma, tiles * HV, D), initial_state, final_state, cu_seqlens,
-            s0_n, s0_h, s0_v, s0_k, s1_n, s1_h, s1_v, s1_k, tiles, B, T, HV, flags,
+            rows(F32, gamma, tiles * HV, D), initial_state, final_state, states, cu_seqlens,
+            s0_n, s0_h, s0_v, s0_k, s1_n, s1_h, s1_v, s1_k, tiles, B, T, N, HV, flags, segment,
             tile, tile_t, mtile, vtile, vtile_t,
         ).launch(
-            grid=(N * HV * (D // bv), 1, 1),
+            grid=(runs * HV * (D // bv), 1, 1),
             block=(self.config.threads, 1, 1),
             # ".maxntid" in place of ".reqntid", with which ptxas, short of registers, looped over
             # the threads of every TMA copy in the variant of two consumer groups
@@ -137,10 +150,10 @@ class Recurrence:
         a_v: cute.CopyAtom, t_v: cute.Tensor,
         a_o: cute.CopyAtom, t_o: cute.Tensor,
         g_o: cute.Tensor, gamma: cute.Tensor,
-        initial_state: I64, final_state: I64, cu_seqlens: I64,
+        initial_state: I64, final_state: I64, states: I64, cu_seqlens: I64,
         s0_n: I64, s0_h: I64, s0_v: I64, s0_k: I64,
         s1_n: I64, s1_h: I64, s1_v: I64, s1_k: I64,
-        tiles: I32, B: I32, T: I32, HV: I32, flags: I32,
+        tiles: I32, B: I32, T: I32, N: I32, HV: I32, flags: I32, segment: I32,
         tile: cute.ComposedLayout, tile_t: cute.ComposedLayout, mtile: cute.ComposedLayout,
         vtile: cute.ComposedLayout, vtile_t: cute.ComposedLayout,
     ):  # fmt: skip
@@ -174,12 +187,29 @@ class Recurrence:
         cute.arch.barrier()
 
         wide = flags & OFFSETS_64
-        i_b, bos, length = i_n, I32(0), T
-        tile_0 = i_n * (tiles // B)
-        if cu_seqlens != 0:
+        before, after = I32(0), I32(0)  # steps of the sequence, and tokens, around this segment
+        bos, length = I32(0), T
+        if segment > 0:
+            i_n, i_s, i_place, bos, before, length, after = segment_at(
+                cu_seqlens, wide, i_n, T, N, segment, C, False
+            )
+            if (length < 0) | (after > 0):
+                final_state = I64(0)
+            if length < 0:  # there is no such segment
+                initial_state = I64(0)
+                length = I32(0)
+            elif i_s > 0:
+                initial_state = states + (I64(i_place) * HV + i_h) * (D * D * 4)
+                flags = flags & ~INITIAL_BF16
+                s0_n, s0_h, s0_v, s0_k = I64(0), I64(0), I64(D), I64(1)
+        elif cu_seqlens != 0:
             bos, length = sequence_bounds(cu_seqlens, wide, i_n, T)
-            tile_0 = first_tile(cu_seqlens, wide, i_n, T, C)
+        i_b = i_n
+        tile_0 = i_n * (tiles // B) + before
+        if cu_seqlens != 0:
             i_b = I32(0)
+            tile_0 = first_tile(cu_seqlens, wide, i_n, T, C) + before
+        bos += before * C
         steps = (length + (C - 1)) // C
         # The last o of a packed sequence may end inside a tile, before the next sequence; that of a
         # dense one ends where the TMA store is cut anyway.
@@ -295,7 +325,6 @@ class Recurrence:
         stages = self.config.stages
         tid = tidx % 128
         group = warp_id // 4
-        lane = tid % 32
         mma_x.set(warpgroup.Field.ACCUMULATE, True)
         mma_0.set(warpgroup.Field.ACCUMULATE, False)
         mma_s.set(warpgroup.Field.ACCUMULATE, True)
@@ -314,8 +343,7 @@ class Recurrence:
         vt = cute.make_rmem_tensor_like(x, BF16)
         ob = cute.make_rmem_tensor_like(x, BF16)
         # An accumulator's values and those of the A fragments that they become have one order.
-        sb_c = cute.make_tensor(sb.iterator, cute.make_layout(64))
-        u_c = cute.make_tensor(u.iterator, cute.make_layout(C // 2))
+        sb_c, u_c = flat(sb, 64), flat(u, C // 2)
 
         ld = cute.make_tiled_copy_C(
             cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), BF16), mma_x
@@ -329,31 +357,29 @@ class Recurrence:
         v_src, o_dst = ld.partition_S(mine), st.partition_D(mine)
         vt_r, ob_r = ld.retile(vt), st.retile(ob)
 
-        # This thread's state: rows row_0 and row_0 + 8, columns 8 j + col_0 + {0, 1}; of x and o
-        # the same rows, and tokens where the state has columns.
-        row_0 = i_v * self.config.v_block + group * 64 + (tid // 32) * 16 + lane // 4
-        col_0 = (lane % 4) * 2
-        self.read_state(state, initial_state, flags, s0_at, s0_v, s0_k, row_0, col_0)
+        # of x and o a thread has the state's rows, and tokens where the state has columns
+        row_0, col_0 = rows_of(self.config.v_block, i_v, group, tid)
+        read_state(state, initial_state, flags, s0_at, s0_v, s0_k, row_0, col_0)
 
         if steps > 0:
             stage = I32(0)
             phase = I32(0)
-            self.round(state, sb_c)
+            round_state(state, sb_c)
             cute.arch.mbarrier_wait(full + stage, phase)
             cute.copy(ld_v, v_src[None, None, None, stage], vt_r)
-            self.widen(vt, x)
+            widen(vt, x)
             warpgroup.fence()
-            self.product(mma_x, x, sb, b_kd[None, None, None, stage])
+            product(mma_x, x, sb, b_kd[None, None, None, stage])
             warpgroup.commit_group()
-            self.product_0(mma_0, mma_x, o, sb, b_qd[None, None, None, stage])
+            product_0(mma_0, mma_x, o, sb, b_qd[None, None, None, stage])
             warpgroup.commit_group()
             warpgroup.wait_group(1)
-            self.decay(state, s_g, stage, col_0)
+            decay(state, s_g, stage, col_0)
 
             # The loop's seam lies where x is complete and only o's first half is in flight. With
             # x in flight over the seam, ptxas put a wait for every product before x's first use.
             for _ in cutlass.range(steps - 1, unroll=1):
-                self.update(mma_x, mma_s, state, x, u_c, u, o, b_m, b_kr, stage)
+                update(mma_x, mma_s, state, x, u_c, u, o, b_m, b_kr, stage)
                 old = stage
                 stage += 1
                 if stage == stages:
@@ -361,44 +387,44 @@ class Recurrence:
                     phase ^= 1
                 cute.arch.mbarrier_wait(full + stage, phase)
                 cute.copy(ld_v, v_src[None, None, None, stage], vt_r)
-                self.widen(vt, x)
+                widen(vt, x)
                 warpgroup.wait_group(1)  # the state is complete
-                self.round(state, sb_c)
+                round_state(state, sb_c)
                 warpgroup.fence()
-                self.product(mma_x, x, sb, b_kd[None, None, None, stage])
+                product(mma_x, x, sb, b_kd[None, None, None, stage])
                 warpgroup.commit_group()
                 warpgroup.wait_group(1)  # o is complete, and the stage has been read
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(empty + old)
                 ob.store(o.load().to(BF16))
                 warpgroup.fence()
-                self.product_0(mma_0, mma_x, o, sb, b_qd[None, None, None, stage])
+                product_0(mma_0, mma_x, o, sb, b_qd[None, None, None, stage])
                 warpgroup.commit_group()
                 cute.copy(st_o, ob_r, o_dst[None, None, None, old])
-                self.decay(state, s_g, stage, col_0)
-                self.hand(ready + old)
+                decay(state, s_g, stage, col_0)
+                hand(ready + old)
                 warpgroup.wait_group(1)  # x of the next step is complete
 
             # Past a sequence's end v holds the next sequence's rows or dead ones: select, because
             # 0 * NaN would enter the state.
             left = length - (steps - 1) * C
-            x_c = cute.make_tensor(x.iterator, cute.make_layout((2, 2, C // 8)))
+            x_c = flat(x, 2, 2, C // 8)
             for j in cutlass.range_constexpr(C // 8):
                 for e in cutlass.range_constexpr(2):
                     for i in cutlass.range_constexpr(2):
                         x_c[e, i, j] = select(8 * j + col_0 + e < left, x_c[e, i, j], F32(0.0))
-            self.update(mma_x, mma_s, state, x, u_c, u, o, b_m, b_kr, stage)
+            update(mma_x, mma_s, state, x, u_c, u, o, b_m, b_kr, stage)
             warpgroup.wait_group(0)
             ob.store(o.load().to(BF16))
             cute.copy(st_o, ob_r, o_dst[None, None, None, stage])
             if steps == stored:
-                self.hand(ready + stage)
+                hand(ready + stage)
             else:
                 cute.arch.barrier(barrier_id=1 + group, number_of_threads=128)
                 self.store_live_rows(s_v, g_o, stage, bos + (steps - 1) * C, left, i_v, group, tid)
 
         if final_state != 0:
-            self.write_state(state, final_state, flags, s1_at, s1_v, s1_k, row_0, col_0)
+            write_state(state, final_state, flags, s1_at, s1_v, s1_k, row_0, col_0)
 
     @cute.jit
     def store_live_rows(
@@ -417,109 +443,3 @@ class Recurrence:
                     (row, i_v * (self.config.v_block // 8) + column),
                 )
                 cute.autovec_copy(src, dst)
-
-    @cute.jit
-    def read_state(
-        self, state: cute.Tensor, address: I64, flags: I32, at: I64, v: I64, k: I64, row_0: I32,
-        col_0: I32,
-    ):  # fmt: skip
-        state.fill(0.0)
-        corner = at + I64(row_0) * v + I64(col_0) * k
-        if address != 0:
-            if flags & INITIAL_BF16 != 0:
-                self.read_state_as(BF16, state, address + corner * 2, v * 2, k * 2)
-            else:
-                self.read_state_as(F32, state, address + corner * 4, v * 4, k * 4)
-
-    @cute.jit
-    def read_state_as(self, dtype: cutlass.Constexpr, state: cute.Tensor, p: I64, v: I64, k: I64):
-        flat = cute.make_tensor(state.iterator, cute.make_layout((2, 2, 16)))
-        for j in cutlass.range_constexpr(16):
-            for i in cutlass.range_constexpr(2):
-                for e in cutlass.range_constexpr(2):
-                    flat[e, i, j] = element(dtype, p + (i * 8 * v + e * k), 0)[0].to(F32)
-            p = p + 8 * k
-
-    @cute.jit
-    def write_state(
-        self, state: cute.Tensor, address: I64, flags: I32, at: I64, v: I64, k: I64, row_0: I32,
-        col_0: I32,
-    ):  # fmt: skip
-        corner = at + I64(row_0) * v + I64(col_0) * k
-        if flags & FINAL_BF16 != 0:
-            self.write_state_as(BF16, state, address + corner * 2, v * 2, k * 2)
-        else:
-            self.write_state_as(F32, state, address + corner * 4, v * 4, k * 4)
-
-    @cute.jit
-    def write_state_as(self, dtype: cutlass.Constexpr, state: cute.Tensor, p: I64, v: I64, k: I64):
-        flat = cute.make_tensor(state.iterator, cute.make_layout((2, 2, 16)))
-        for j in cutlass.range_constexpr(16):
-            for i in cutlass.range_constexpr(2):
-                for e in cutlass.range_constexpr(2):
-                    element(dtype, p + (i * 8 * v + e * k), 0)[0] = flat[e, i, j].to(dtype)
-            p = p + 8 * k
-
-    @cute.jit
-    def product(self, mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor):
-        for i in cutlass.range_constexpr(cute.size(a, mode=[2])):
-            cute.gemm(mma, acc, a[None, None, i], b[None, None, i], acc)
-
-    @cute.jit
-    def product_0(
-        self, mma_0: cute.TiledMma, mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor,
-        b: cute.Tensor,
-    ):  # fmt: skip
-        """The same from zero."""
-        cute.gemm(mma_0, acc, a[None, None, 0], b[None, None, 0], acc)
-        for i in cutlass.range_constexpr(1, cute.size(a, mode=[2])):
-            cute.gemm(mma, acc, a[None, None, i], b[None, None, i], acc)
-
-    @cute.jit
-    def round(self, state: cute.Tensor, sb_c: cute.Tensor):
-        sb_c.store(cute.make_tensor(state.iterator, cute.make_layout(64)).load().to(BF16))
-
-    @cute.jit
-    def widen(self, vt: cute.Tensor, x: cute.Tensor):
-        """bf16 pairs to fp32 in two integer steps; a plain conversion took three."""
-        n = C // 4
-        pairs = cute.make_tensor(
-            cute.recast_ptr(vt.iterator, dtype=cutlass.Uint32), cute.make_layout(n)
-        )
-        bits = cute.make_tensor(
-            cute.recast_ptr(x.iterator, dtype=cutlass.Uint32), cute.make_layout(2 * n)
-        )
-        for i in cutlass.range_constexpr(n):
-            bits[2 * i] = pairs[i] << 16
-            bits[2 * i + 1] = pairs[i] & cutlass.Uint32(0xFFFF0000)
-
-    @cute.jit
-    def decay(self, state: cute.Tensor, s_g: cute.Tensor, stage: I32, col_0: I32):
-        flat = cute.make_tensor(state.iterator, cute.make_layout((2, 2, 16)))
-        for j in cutlass.range_constexpr(16):
-            for e in cutlass.range_constexpr(2):
-                g = s_g[8 * j + col_0 + e, stage]
-                for i in cutlass.range_constexpr(2):
-                    flat[e, i, j] = flat[e, i, j] * g
-
-    @cute.jit
-    def update(
-        self, mma_x: cute.TiledMma, mma_s: cute.TiledMma, state: cute.Tensor, x: cute.Tensor,
-        u_c: cute.Tensor, u: cute.Tensor, o: cute.Tensor, b_m: cute.Tensor, b_kr: cute.Tensor,
-        stage: I32,
-    ):  # fmt: skip
-        """u = bf16(x), S += u kr', then o += u M'^T, each a group of its own."""
-        u_c.store(cute.make_tensor(x.iterator, cute.make_layout(C // 2)).load().to(BF16))
-        warpgroup.fence()
-        self.product(mma_s, state, u, b_kr[None, None, None, stage])
-        warpgroup.commit_group()
-        self.product(mma_x, o, u, b_m[None, None, None, stage])
-        warpgroup.commit_group()
-
-    @cute.jit
-    def hand(self, bar: cute.Pointer):
-        """Make this warp's o visible to the copy engine and tell the moving warp."""
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(bar)

@@ -9,6 +9,7 @@ from kernels_triton.gluon_ops import DESCRIPTORS
 from kernels_triton.gluon_prepare import C, prepare_kernel
 from kernels_triton.gluon_recurrence import recurrence_kernel
 from kernels_triton.launcher import Launcher, strides
+from kernels_triton.plain_launch import merge
 
 if TYPE_CHECKING:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -16,9 +17,11 @@ if TYPE_CHECKING:
     from kda.contract import Args, Plan
     from kda.workspace import Workspace
 
+__all__ = ["merge", "prepare", "recurrence", "scan"]  # one merge serves both twins
+
 rows, heads_first = DESCRIPTORS.rows, DESCRIPTORS.heads_first
 launch_prepare = Launcher(prepare_kernel, settled="q k g out nkd qd operands m gamma")
-launch_recurrence = Launcher(recurrence_kernel, settled="operands m gamma v o out")
+launch_recurrence = Launcher(recurrence_kernel, settled="operands m gamma v o out states")
 
 
 def operand_rows(ws: Workspace, step: int) -> TensorDescriptor:
@@ -53,29 +56,46 @@ def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
     )  # fmt: skip
 
 
+def scan(args: Args, plan: Plan, ws: Workspace) -> None:
+    """Stage 2 of a plan with segments: Z and P of each, from the workspace's tiles."""
+    # two programs an SM: half the registers, and two stages of the few operands
+    launch_steps(args, plan, ws, plan.places * 2, scan=True, stages=2, maxnreg=128)
+
+
 def recurrence(args: Args, plan: Plan, ws: Workspace) -> None:
-    """Stage 2: the state over the steps of each sequence; writes `out` and `final_state`."""
+    """The last stage: the state over the steps of each sequence, or of each segment from the state
+    before it; writes `out` and `final_state`."""
+    stages = plan.variant.recurrence_stages
+    launch_steps(args, plan, ws, plan.recurrences, scan=False, stages=stages)
+
+
+def launch_steps(
+    args: Args, plan: Plan, ws: Workspace, runs: int, *, scan: bool, stages: int, **options: int
+) -> None:
     B, T, _, _ = args.q.shape
     step, v_block = plan.step, plan.variant.v_block
     count = plan.tiles * plan.HV * step
     s0, s1 = args.initial_state, args.final_state
     launch_recurrence(
-        (plan.N * plan.HV * plan.v_splits, 1, 1),
+        (runs * plan.HV * plan.v_splits, 1, 1),
         (
             operand_rows(ws, step), rows(ws.m, count, step), rows(ws.gamma, count // step, 1),
             heads_first(args.v, step, v_block), heads_first(args.out, step, v_block), args.out,
-            s0, s1, args.cu_seqlens, *strides(s0), *strides(s1), *args.out.stride()[:3],
-            count, T, plan.tiles // B, plan.HV,
+            s0, s1, ws.states, args.cu_seqlens, *strides(s0), *strides(s1), *args.out.stride()[:3],
+            count, T, plan.N, plan.tiles // B, plan.HV, plan.segment, plan.places,
         ),
         {
             "C": step,
             "BV": v_block,
-            "STAGES": plan.variant.recurrence_stages,
+            "STAGES": stages,
             "PACKED": args.cu_seqlens is not None,
             "HAS_INITIAL": s0 is not None,
             "HAS_FINAL": s1 is not None,
+            "SEGMENTED": plan.segment > 0,
+            "SCAN": scan,
             "WARPS": plan.variant.recurrence_warps,
         },
         num_warps=plan.variant.recurrence_warps,
         enable_fp_fusion=True,
+        **options,
     )  # fmt: skip

@@ -206,12 +206,11 @@ def prepare_kernel(
     p_beta = beta + i_b * beta_b + i_h * beta_h
     p_beta += (bos + i_t).to(gl.int64) * beta_t
     b_row = gl.load(p_beta + o_r * beta_t, mask=o_r < left, other=0.0).to(gl.float32)
-    b_col = gl.load(p_beta + o_c * beta_t, mask=o_c < left, other=0.0).to(gl.float32)
     b_row = reciprocal(1.0 + exp2(b_row * -LOG2_E))
-    b_col = reciprocal(1.0 + exp2(b_col * -LOG2_E))
     factor = gl.full([], -LOG2_E, gl.float32)
     if HAS_A_LOG:
-        factor = exp2(gl.load(A_log + i_h) * LOG2_E) * -LOG2_E
+        # inf * 0 and inf - inf otherwise
+        factor = gl.minimum(exp2(gl.load(A_log + i_h) * LOG2_E), 1e30) * -LOG2_E
     if HAS_DT_BIAS:
         bias = gl.load(dt_bias + i_h * D + o_d) * factor
     else:
@@ -341,9 +340,9 @@ def prepare_kernel(
         use_acc=False,
     )  # fmt: skip
 
-    # E6; scale, which fp16 may not hold, comes after the products
+    # E6; beta and scale, which fp16 may not hold, come after the products
     a_s = gl.allocate_shared_memory(gl.float16, [C, C], L.swizzled_64)
-    a_s.store(((b_X - b_W) * b_col[None, :]).to(gl.float16))
+    a_s.store((b_X - b_W).to(gl.float16))
     fence_async_shared()
     zero_d = gl.zeros([C, D], gl.float32, L.acc_d)
     b_kr = warpgroup_mma(a_s.permute([1, 0]), kr_s, zero_d, use_acc=False, is_async=True)
@@ -352,6 +351,9 @@ def prepare_kernel(
         gl.convert_layout(b_MX, L.left_64), a_s.slice(0, 32, dim=0), b_M, is_async=True
     )
     b_kr, b_M = warpgroup_mma_wait(0, [b_kr, b_M])
+    # read again, here: its 16 registers would be missed all the way down
+    b_col = gl.load(p_beta + o_c * beta_t, mask=o_c < left, other=0.0).to(gl.float32)
+    b_col = reciprocal(1.0 + exp2(b_col * -LOG2_E)) * scale
     # Triton 3.6 gave wrong, timing-dependent rows of M' and kr' without these: an asynchronous
     # product does not count as a use of its buffers, which were given to others too early
     kr_s._keep_alive()
@@ -362,9 +364,10 @@ def prepare_kernel(
     kx_s._keep_alive()
     kr_o = gl.allocate_shared_memory(gl.bfloat16, [C, D], L.swizzled_64)
     m_o = gl.allocate_shared_memory(gl.bfloat16, [C, C], L.swizzled_64)
-    kr_o.store(b_kr.to(gl.bfloat16))
+    b_row_d = gl.convert_layout(b_row, gl.SliceLayout(1, L.acc_d))
+    kr_o.store((b_kr * b_row_d[:, None]).to(gl.bfloat16))
     fence_async_shared()
-    m_o.store((b_M * scale).to(gl.bfloat16))
+    m_o.store((b_M * b_col[None, :]).to(gl.bfloat16))
     fence_async_shared()
     async_store(operands, [2 * region_rows + w.to(gl.int32), 0], kr_o)
     async_store(m, [w.to(gl.int32), 0], m_o)

@@ -1,4 +1,4 @@
-"""The two stages, in plain Triton or in Gluon as the plan's variant says."""
+"""The stages, in plain Triton or in Gluon as the plan's variant says."""
 
 from __future__ import annotations
 
@@ -27,12 +27,26 @@ def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
     language(plan).prepare(args, plan, ws)
 
 
+def scan(args: Args, plan: Plan, ws: Workspace) -> None:
+    """Stage 2 of a plan with segments: Z and P of each (README, E7)."""
+    language(plan).scan(args, plan, ws)
+
+
+def merge(args: Args, plan: Plan, ws: Workspace) -> None:
+    """Stage 3 of a plan with segments: the state before each."""
+    language(plan).merge(args, plan, ws)
+
+
 def recurrence(args: Args, plan: Plan, ws: Workspace) -> None:
-    """Stage 2: the state over the steps of each sequence; writes `out` and `final_state`."""
+    """The last stage: the state over the steps of each sequence, or of each segment from the state
+    before it; writes `out` and `final_state`."""
     language(plan).recurrence(args, plan, ws)
 
 
 def launch(args: Args, plan: Plan, ws: Workspace) -> None:
     """The whole call."""
     prepare(args, plan, ws)
+    if plan.segment:
+        scan(args, plan, ws)
+        merge(args, plan, ws)
     recurrence(args, plan, ws)

@@ -55,20 +55,57 @@ def sequence_bounds(cu_seqlens, i_n, T):
 
 
 @triton.jit
-def first_tile(cu_seqlens, i_n, T, C: tl.constexpr):
+def first_tile(cu_seqlens, i_n, T, C):
     """Workspace tile of step 0 of sequence i_n (kda/varlen.py)."""
     return offset(cu_seqlens, i_n, T) // C + i_n
 
 
 @triton.jit
-def sequence_of_tile(cu_seqlens, i_tile, T, N, C: tl.constexpr):
+def sequence_of_tile(cu_seqlens, i_tile, T, N, C):
     """The sequence, or N for the rows past the last offset, whose tiles i_tile can be among."""
+    return last_from(cu_seqlens, i_tile, T, N, C, 1)
+
+
+@triton.jit
+def last_from(cu_seqlens, i, T, N, C, EXTRA: tl.constexpr):
+    """The last n <= N with offset n // C + n * EXTRA <= i."""
     lo = 0
     hi = N
     while lo < hi:
         mid = (lo + hi + 1) // 2
-        if first_tile(cu_seqlens, mid, T, C) <= i_tile:
+        if offset(cu_seqlens, mid, T) // C + mid * EXTRA <= i:
             lo = mid
         else:
             hi = mid - 1
     return lo
+
+
+@triton.jit
+def segment_at(
+    cu_seqlens, i, T, N, segment, C: tl.constexpr, PACKED: tl.constexpr, PLACES: tl.constexpr
+):
+    """Segment i by the count of all recurrences, or with PLACES by the place of its states
+    (kda/varlen.py): (sequence, number in it, place, the sequence's first token, steps of C tokens
+    before the segment, tokens of the segment, tokens after it). -1 tokens: there is none."""
+    if PACKED:
+        if PLACES:
+            i_n = tl.minimum(last_from(cu_seqlens, i, T, N, segment // 2, 0), N - 1)
+            bos, length = sequence_bounds(cu_seqlens, i_n, T)
+            i_s = i - bos // (segment // 2)
+        else:
+            i_n = tl.minimum(last_from(cu_seqlens, i, T, N, segment, 1), N - 1)
+            bos, length = sequence_bounds(cu_seqlens, i_n, T)
+            i_s = i - bos // segment - i_n
+        place = bos // (segment // 2) + i_s
+    else:
+        i_n = i // ((T + segment - 1) // segment)
+        i_s = i % ((T + segment - 1) // segment)
+        place = i
+        bos = i * 0
+        length = T
+    count = tl.maximum((length + segment - 1) // segment, 1)
+    steps = (length + C - 1) // C
+    before = i_s * (steps // count) + tl.minimum(i_s, steps % count)
+    own = (steps // count + (i_s < steps % count).to(tl.int32)) * C
+    own = tl.where(i_s < count, tl.minimum(own, length - before * C), -1)
+    return i_n, i_s, place, bos, before, own, length - before * C - own

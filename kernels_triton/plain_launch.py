@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kda.contract import Gate
+from kda.contract import HEAD_DIM, Gate
 from kernels_triton.descriptors import Descriptors
 from kernels_triton.launcher import INTERPRET, Launcher, strides
+from kernels_triton.merge import merge_kernel
 from kernels_triton.prepare import C, prepare_kernel
 from kernels_triton.recurrence import recurrence_kernel
 
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
 descriptors = Descriptors(TensorDescriptor, None)
 rows, heads_first = descriptors.rows, descriptors.heads_first
 launch_prepare = Launcher(prepare_kernel, settled="q k out nkd qd kr m gamma")
-launch_recurrence = Launcher(recurrence_kernel, settled="nkd qd kr m gamma v o out")
+launch_recurrence = Launcher(recurrence_kernel, settled="nkd qd kr m gamma v o out states")
+launch_merge = Launcher(merge_kernel, settled="states")
+# Few value rows a program, because a chain waits for each product; fewer warps spill.
+MERGE_ROWS, MERGE_WARPS, MERGE_STAGES = 16, 8, 3
 
 
 def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
@@ -30,7 +34,7 @@ def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
         (plan.tiles * plan.HV, 1, 1),
         (
             args.q, args.k, args.g, args.beta, args.A_log, args.dt_bias, args.cu_seqlens, args.out,
-            *ws, *args.q.stride()[:3], *args.k.stride()[:3], *args.g.stride()[:3],
+            *ws[:5], *args.q.stride()[:3], *args.k.stride()[:3], *args.g.stride()[:3],
             *args.beta.stride(), *args.out.stride()[1:3], T, plan.N, plan.tiles // B, plan.HV,
             plan.HV // H, args.lower_bound, args.scale,
         ),
@@ -49,19 +53,41 @@ def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
     )  # fmt: skip
 
 
+def scan(args: Args, plan: Plan, ws: Workspace) -> None:
+    """Stage 2 of a plan with segments: Z and P of each, from the workspace's tiles."""
+    launch_steps(args, plan, ws, plan.places * 2, scan=True)
+
+
+def merge(args: Args, plan: Plan, ws: Workspace) -> None:
+    """Stage 3 of a plan with segments: the state before each."""
+    launch_merge(
+        (plan.places * plan.HV * HEAD_DIM // MERGE_ROWS, 1, 1),
+        (
+            ws.states, args.cu_seqlens, args.q.shape[1], plan.N, plan.HV, plan.segment, plan.places,
+        ),
+        {"BV": MERGE_ROWS, "STAGES": MERGE_STAGES, "PACKED": args.cu_seqlens is not None},
+        num_warps=MERGE_WARPS,
+    )  # fmt: skip
+
+
 def recurrence(args: Args, plan: Plan, ws: Workspace) -> None:
-    """Stage 2: the state over the steps of each sequence; writes `out` and `final_state`."""
+    """The last stage: the state over the steps of each sequence, or of each segment from the state
+    before it; writes `out` and `final_state`."""
+    launch_steps(args, plan, ws, plan.recurrences, scan=False)
+
+
+def launch_steps(args: Args, plan: Plan, ws: Workspace, runs: int, *, scan: bool) -> None:
     B, T, _, _ = args.q.shape
     step, v_block = plan.step, plan.variant.v_block
     count = plan.tiles * plan.HV * step
     s0, s1 = args.initial_state, args.final_state
     launch_recurrence(
-        (plan.N * plan.HV * plan.v_splits, 1, 1),
+        (runs * plan.HV * plan.v_splits, 1, 1),
         (
             *[rows(x, count, step) for x in (ws.nkd, ws.qd, ws.kr, ws.m)], ws.gamma,
             heads_first(args.v, step, v_block), heads_first(args.out, step, v_block), args.out,
-            s0, s1, args.cu_seqlens, *strides(s0), *strides(s1), *args.out.stride()[:3],
-            T, plan.tiles // B, plan.HV,
+            s0, s1, ws.states, args.cu_seqlens, *strides(s0), *strides(s1), *args.out.stride()[:3],
+            T, plan.N, plan.tiles // B, plan.HV, plan.segment, plan.places,
         ),
         {
             "C": step,
@@ -70,6 +96,8 @@ def recurrence(args: Args, plan: Plan, ws: Workspace) -> None:
             "PACKED": args.cu_seqlens is not None,
             "HAS_INITIAL": s0 is not None,
             "HAS_FINAL": s1 is not None,
+            "SEGMENTED": plan.segment > 0,
+            "SCAN": scan,
             "INTERPRET": INTERPRET,
         },
         num_warps=plan.variant.recurrence_warps,

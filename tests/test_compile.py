@@ -64,14 +64,14 @@ def test_a_variant_compiles_for_every_kind_of_call_without_spilling(variant, cal
         pytest.skip("no plan pairs them")
     prepare, recurrence = compile_call(variant, CALLS[call], call != "dense", force)
     # a few saved registers outside the loops are harmless; spilled accumulators take 500 bytes up
-    assert sass(prepare, tmp_path).stack <= 96
-    assert sass(recurrence, tmp_path).stack <= 96
+    assert sass(prepare.asm["cubin"], tmp_path).stack <= 96
+    assert sass(recurrence.asm["cubin"], tmp_path).stack <= 96
 
 
 @pytest.mark.parametrize("variant", [x for x in VARIANTS if x.variant.gluon], ids=str)
 def test_the_recurrence_waits_for_its_products_only_where_the_source_does(variant, force, tmp_path):
     _, recurrence = compile_call(variant, CALLS["packed"], True, force)
-    found = sass(recurrence, tmp_path)
+    found = sass(recurrence.asm["cubin"], tmp_path)
     assert found.wgmma == 24  # 8 + 8 for x and o, 4 + 4 for the state and o, 64 tokens a step
     assert found.wgmma_waits == 3
 
