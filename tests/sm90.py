@@ -1,5 +1,5 @@
-"""Compiles what the Triton launcher launches for sm_90 on a machine without a GPU, and reads machine
-code.
+"""Compiles what the Triton launcher launches for sm_90 on a machine without a GPU, and reads
+machine code.
 
 The launcher runs unchanged on CPU tensors; a stand-in driver names the target and each kernel's
 launch becomes Triton's own warm-up, so signatures and specialisations are those of a real call.

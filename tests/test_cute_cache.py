@@ -1,4 +1,4 @@
-"""The cache of compiled CuTeDSL kernels: what is found in it, and what many processes make of it."""
+"""The cache of compiled CuTeDSL kernels: what it finds, and what many processes make of it."""
 
 import logging
 import subprocess
