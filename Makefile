@@ -19,7 +19,7 @@ test: .venv/ready  ## everything that needs no GPU, on the newest supported Trit
 	$(INTERPRETED) $(BIN)/python -m pytest -m "not gpu" tests/test_prefill.py tests/test_stages.py tests/test_inputs.py
 
 test-oldest: .venv-oldest/ready  ## the kernels on the oldest supported Triton
-	$(OLDEST)/python -m pytest -m "not gpu" tests/test_compile.py
+	$(OLDEST)/python -m pytest -m "not gpu" tests/test_compile.py tests/test_direct.py
 	$(INTERPRETED) $(OLDEST)/python -m pytest -m "not gpu" tests/test_stages.py
 
 gpu-test:  ## on a Hopper GPU, with the active Python's torch and triton

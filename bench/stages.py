@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import kda
 from bench import timing
 from kda import check, device, planner, registry, workspace
+from kda.prefill import bind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,10 +28,8 @@ class Parts(NamedTuple):
 
 
 def parts(call: dict[str, Any]) -> Parts:
-    bound = inspect.signature(kda.prefill).bind(**call)
-    bound.apply_defaults()
-    backend = bound.arguments.pop("backend")
-    to_problem = partial(check.to_problem, *bound.args, **bound.kwargs)
+    backend, keywords = bind(**call)
+    to_problem = partial(check.to_problem, **keywords)
     args, problem = to_problem()
     on = call["q"].device
 

@@ -66,7 +66,7 @@ def to_problem(
     N, seq_lens = sequences(cu_seqlens, cu_seqlens_cpu, B, T, device)
     final_state_dtype = states(initial_state, final_state, output_final_state, N, HV, device)
     if out is not None:
-        rules.tensor_of("out", out, BF16, device, v.shape, "[B, T, HV, 128] as v")
+        rules.tensor("out", out, BF16, device, v.shape, "[B, T, HV, 128] as v")
         rules.aligned("out", out)
     inputs = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state)
     writes_apart(inputs, final_state, out)
@@ -90,14 +90,15 @@ def to_problem(
         allow_neg_eigval,
         cu_seqlens,
         initial_state,
-        final_state,
         final_state_dtype,
         state_v_first,
+        final_state,
         out,
     )
     packed = cu_seqlens is not None
     above_one = allow_neg_eigval or not use_beta_sigmoid_in_kernel
-    needs = features_of(gate, HV > H, packed, g.dtype == torch.float32, above_one)
+    fp32_gate, split = g.dtype == torch.float32, use_intracard_cp is True
+    needs = features_of(gate, HV > H, packed, fp32_gate, above_one, split)
     return args, Problem(B, T, H, HV, N, packed, seq_lens, needs, use_intracard_cp)
 
 
@@ -130,15 +131,15 @@ def tokens(
     if len(shape) != 4 or shape[3] != HEAD_DIM or not shape[0] or not shape[2]:
         rules.wrong_shape("q", shape, "[B, T, H, 128] (B >= 1, H >= 1)")
     B, T, H, _ = shape
-    rules.tensor_of("k", k, BF16, device, shape, "[B, T, H, 128] as q")
+    rules.tensor("k", k, BF16, device, shape, "[B, T, H, 128] as q")
     shape = rules.tensor("v", v, BF16, device)
     if len(shape) != 4 or shape[:2] != (B, T) or shape[3] != HEAD_DIM:
         rules.wrong_shape("v", shape, f"[B, T, HV, 128] (q has B = {B}, T = {T})")
     HV = shape[2]
     if not HV or HV % H:
         raise ValueError(f"v's heads must be a multiple of q's {H}, got HV = {HV}")
-    rules.tensor_of("g", g, BF16_OR_FP32, device, shape, "[B, T, HV, 128] as v")
-    rules.tensor_of("beta", beta, BF16_OR_FP32, device, (B, T, HV), "[B, T, HV]")
+    rules.tensor("g", g, BF16_OR_FP32, device, shape, "[B, T, HV, 128] as v")
+    rules.tensor("beta", beta, BF16_OR_FP32, device, (B, T, HV), "[B, T, HV]")
     rules.aligned("q", q)
     rules.aligned("k", k)
     rules.aligned("v", v)
@@ -151,7 +152,7 @@ def parameters(
 ) -> Tensor | None:
     """dt_bias as [HV, 128]."""
     if A_log is not None:
-        rules.tensor_of("A_log", A_log, FP32, device, (HV,), "[HV]")
+        rules.tensor("A_log", A_log, FP32, device, (HV,), "[HV]")
         rules.contiguous("A_log", A_log)
     if dt_bias is None:
         return None
@@ -212,7 +213,7 @@ def states(
     shape = (N, HV, HEAD_DIM, HEAD_DIM)
     for name, x in (("initial_state", initial), ("final_state", final)):
         if x is not None:
-            rules.tensor_of(name, x, BF16_OR_FP32, device, shape, "[N, HV, 128, 128]")
+            rules.tensor(name, x, BF16_OR_FP32, device, shape, "[N, HV, 128, 128]")
             rules.unit_last_stride(name, x)
     if final is not None:
         return final.dtype

@@ -47,7 +47,7 @@ class Feature(Enum):
 
 @lru_cache(maxsize=64)
 def features_of(
-    gate: Gate, grouped: bool, packed: bool, fp32_gate: bool, above_one: bool
+    gate: Gate, grouped: bool, packed: bool, fp32_gate: bool, above_one: bool, split: bool
 ) -> frozenset[Feature]:
     """What a call with these traits needs. Cached: the set is built on every call otherwise."""
     asked = {
@@ -55,6 +55,7 @@ def features_of(
         Feature.PACKED: packed,
         Feature.FP32_GATE: fp32_gate,
         Feature.BETA_UP_TO_TWO: above_one,
+        Feature.SEGMENTS: split,
     }
     return frozenset([Feature[f"GATE_{gate.name}"], *(f for f, yes in asked.items() if yes)])
 
@@ -101,7 +102,7 @@ class Offer(NamedTuple):
     backend: str
     features: frozenset[Feature]
     reason: str | None
-    gluon: bool = False  # variants written in Gluon can run as well
+    gluon: frozenset[Feature] | None = None  # the same of its Gluon variants; None: they cannot run
     sms: int = 1  # streaming multiprocessors of the device
 
 
@@ -176,7 +177,7 @@ class Args(NamedTuple):
     allow_neg_eigval: bool
     cu_seqlens: "Tensor | None"  # [N + 1] int32 | int64 on q's device
     initial_state: "Tensor | None"  # [N, HV, V, K] fp32 | bf16
-    final_state: "Tensor | None"  # [N, HV, V, K] fp32 | bf16
     final_state_dtype: "dtype | None"  # None: no final state is asked for
     state_v_first: bool  # the caller's orientation, for allocation only
+    final_state: "Tensor | None"  # [N, HV, V, K] fp32 | bf16
     out: "Tensor | None"  # [B, T, HV, V] bf16

@@ -34,17 +34,18 @@ def default() -> Device:
 
 
 _thread = threading.local()
+STAY = contextlib.nullcontext()
 
 
 def guard(device: torch.device) -> AbstractContextManager[object]:
     """Makes `device` current while kernels are launched, and restores the caller's."""
     if device.type != "cuda":
-        return contextlib.nullcontext()
+        return STAY
     if not hasattr(_thread, "has_context"):
         # A thread gets its CUDA context with its first launch. PyTorch may serve our allocations
         # from its cache, and encoding a TMA descriptor then fails.
         torch.zeros(1, device=device)
         _thread.has_context = True
     if device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
+        return STAY
     return torch.cuda.device(device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-
 from itertools import takewhile
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
@@ -52,6 +51,12 @@ def choose(
     )
 
 
+def runs(variant: Variant, problem: Problem, offer: Offer) -> bool:
+    """Whether the language of `variant` can do what the call needs."""
+    can = offer.gluon if variant.gluon else offer.features
+    return can is not None and problem.features <= can
+
+
 def tiles_of(problem: Problem, step: int) -> int:
     """Tiles per value head of the workspace; none without tokens, where nothing is launched."""
     B, T, N = problem.B, problem.T, problem.N
@@ -63,7 +68,7 @@ class Split(NamedTuple):
 
     segment: int
     steps: int  # of such a segment
-    count: int  # segments of the longest sequence
+    segments: int  # of the longest sequence
     us: float  # predicted: pre-scan, merge and recurrence
 
 
@@ -150,7 +155,7 @@ def choose_split(
     )
     before = serial_us(lengths, HV, serial, sms)
     predicted = (
-        f"{best.count} segments of at most {best.segment} tokens are predicted to take "
+        f"{best.segments} segments of at most {best.segment} tokens are predicted to take "
         f"{best.us:.0f} us after prepare, whole sequences {before:.0f} us ({tuning.PACES_SOURCE})"
     )
     if asked:
@@ -166,17 +171,13 @@ def plan(problem: Problem, offers: tuple[Offer, ...]) -> Plan:
     none can run the call, NotSplittableError when `use_intracard_cp=True` and no sequence can be
     longer than a step.
     """
-    if problem.use_intracard_cp is True:
-        problem = problem._replace(features=problem.features | {Feature.SEGMENTS})
     offer, rejected = choose(problem, offers)
     B, T, HV, N = problem.B, problem.T, problem.HV, problem.N
     length = varlen.typical_length(B, T, N, problem.seq_lens)
     rules = [
         r
         for r in tuning.RULES[offer.backend]
-        if length >= r.min_len
-        and not r.lacks & problem.features
-        and (offer.gluon or not r.variant.gluon)
+        if length >= r.min_len and runs(r.variant, problem, offer)
     ]
     rule = next(r for r in rules if r.min_programs <= N * HV)
     best, why = None, "serial"
@@ -208,10 +209,10 @@ def plan(problem: Problem, offers: tuple[Offer, ...]) -> Plan:
         tiles=tiles,
         max_steps=max_steps,
         segment=best.segment if best else 0,
-        segments=best.count if best else 1,
+        segments=best.segments if best else 1,
         places=places,
         recurrences=recurrences,
-        critical_steps=2 * best.steps + best.count if best else max_steps,
+        critical_steps=2 * best.steps + best.segments if best else max_steps,
         workspace_bytes=workspace.size(tiles, HV, step, places),
     )
 

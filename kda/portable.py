@@ -13,7 +13,7 @@ from torch.nn.functional import softplus
 
 from kda import varlen
 from kda.contract import CHUNK, HEAD_DIM, Args, Device, Feature, Gate, Plan
-from kda.workspace import Workspace
+from kda.workspace import Views, Workspace
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,11 +68,11 @@ def log_decay(args: Args, g: Tensor) -> Tensor:
 
 def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
     """E1 to E6 of every tile, in slabs."""
-    at, C = spans(args, plan), plan.step
+    at, C, views = spans(args, plan), plan.step, ws.views()
     row = torch.arange(C, device=args.q.device)
     slab = max(1, SLAB // (C * plan.HV))
     for first in range(0, plan.tiles, slab):
-        part = Workspace(*(x[first : first + slab] for x in ws))
+        part = Views(*(x[first : first + slab] for x in views))
         tile = torch.arange(first, first + len(part.gamma), device=row.device)
         n = (torch.searchsorted(at.tile, tile, right=True) - 1).clamp(min=0)
         position = (tile - at.tile[n])[:, None] * C + row
@@ -80,8 +80,8 @@ def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
         prepare_slab(args, plan, at.start[n][:, None] + position, live, part)
 
 
-def prepare_slab(args: Args, plan: Plan, token: Tensor, live: Tensor, ws: Workspace) -> None:
-    """The tiles of `ws`; token, live: [tiles, C], each row's token and whether it is in range."""
+def prepare_slab(args: Args, plan: Plan, token: Tensor, live: Tensor, to: Views) -> None:
+    """Fills some tiles; token, live: [tiles, C], each row's token and whether it is in range."""
     q, k, g, beta = (pick(x, token, live) for x in (args.q, args.k, args.g, args.beta))
     if args.use_qk_l2norm_in_kernel:  # E1
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
@@ -122,23 +122,24 @@ def prepare_slab(args: Args, plan: Plan, token: Tensor, live: Tensor, ws: Worksp
 
     before = torch.stack([decay(i, -1) for i in range(P)], 2)
     after = torch.stack([decay(P, j) for j in range(P)], 2)
-    ws.nkd.copy_((-k_down * before).flatten(2, 3))  # E6
-    ws.qd.copy_((q_down * before * args.scale).flatten(2, 3))
-    ws.kr.copy_(A.mT @ (k_up * after).flatten(2, 3))
-    ws.m.copy_(M @ A)
-    ws.gamma.copy_(decay(P, -1)[:, :, 0])
+    to.nkd.copy_((-k_down * before).flatten(2, 3))  # E6
+    to.qd.copy_((q_down * before * args.scale).flatten(2, 3))
+    to.kr.copy_(A.mT @ (k_up * after).flatten(2, 3))
+    to.m.copy_(M @ A)
+    to.gamma.copy_(decay(P, -1)[:, :, 0])
 
 
 def recurrence(args: Args, plan: Plan, ws: Workspace) -> None:
     """E6, all sequences in step; one that has ended keeps its state."""
     assert args.out is not None
-    at, C = spans(args, plan), plan.step
+    at, C, views = spans(args, plan), plan.step, ws.views()
     order = at.length.argsort(descending=True, stable=True)
     if args.initial_state is None:
-        S = ws.gamma.new_zeros(plan.N, plan.HV, HEAD_DIM, HEAD_DIM)
+        S = views.gamma.new_zeros(plan.N, plan.HV, HEAD_DIM, HEAD_DIM)
     else:
         S = args.initial_state[order].float()
-    o = ws.qd.new_empty(plan.tiles + 1, *ws.qd.shape[1:])  # [tiles, HV, C, V], one for the ended
+    # [tiles, HV, C, V], one for the ended
+    o = views.qd.new_empty(plan.tiles + 1, *views.qd.shape[1:])
     row = torch.arange(C, device=S.device)
     for i in range(plan.max_steps):
         # The longest come first, so those still running are a prefix. A host that may read the
@@ -150,14 +151,14 @@ def recurrence(args: Args, plan: Plan, ws: Workspace) -> None:
         position = i * C + row
         live = position < at.length[n][:, None]  # [running, C]
         tile = (at.tile[n] + i).clamp(0, plan.tiles - 1)
-        nkd, qd, kr, m = (x[tile].float() for x in (ws.nkd, ws.qd, ws.kr, ws.m))
+        nkd, qd, kr, m = (x[tile].float() for x in views[:4])
         v = pick(args.v, at.start[n][:, None] + position, live).transpose(1, 2)
         state = S[:running]
         operand = state.bfloat16().float().mT
         u = (v + nkd @ operand).where(live[:, None, :, None], 0).bfloat16().float()
         o[tile.where(live[:, 0], plan.tiles)] = (qd @ operand + m @ u).bfloat16()
         ended = ~live[:, 0, None, None, None]
-        state.copy_(state.where(ended, state * ws.gamma[tile][:, :, None] + u.mT @ kr))
+        state.copy_(state.where(ended, state * views.gamma[tile][:, :, None] + u.mT @ kr))
     write_out(args, plan, at, o)
     if args.final_state is not None:
         args.final_state.copy_(S[order.argsort()])

@@ -73,8 +73,9 @@ def prefill(
         final_state: buffer for it, fp32 or bf16, written and returned. It may be the very tensor
             given as initial_state; any other overlap is an error.
         out: [B, T, HV, 128] bf16 buffer for o, written and returned.
-        use_intracard_cp: "auto" and False run every sequence serially in this version; True, which
-            asks for segments that run in parallel on one GPU, raises.
+        use_intracard_cp: split sequences into segments that run in parallel on one GPU: "auto"
+            where that is predicted to be faster, True wherever a sequence can be longer than a
+            step, False never. Exact, but not bit by bit what the serial run gives.
         backend: "auto" ("cute", then "triton", for CUDA tensors; "torch" for CPU tensors), or one
             of them, which then never falls back.
 
@@ -86,7 +87,8 @@ def prefill(
 
     Raises:
         TypeError, ValueError: a wrong argument, named with what was expected and what came.
-        kda.NotSplittableError (a ValueError): `use_intracard_cp=True` on what cannot be split.
+        kda.NotSplittableError (a ValueError): `use_intracard_cp=True`, and no sequence can be
+            longer than a step.
         NotImplementedError: a gradient is required.
         kda.BackendError (a NotImplementedError): no backend can run the call; has every reason.
     """
@@ -131,17 +133,22 @@ def prefill(
     return args.out, final_state
 
 
+def bind(*args: Any, **kwargs: Any) -> tuple[str, dict[str, Any]]:
+    """The backend that `prefill` is asked for, and all else by name: what `check.to_problem`
+    takes."""
+    call = inspect.signature(prefill).bind(*args, **kwargs)
+    call.apply_defaults()
+    return call.arguments.pop("backend"), call.arguments
+
+
 def explain(*args: Any, **kwargs: Any) -> Plan:
     """The plan of `prefill` with the same arguments: backend, variant, sizes and reasons.
 
     Validates as `prefill` does and raises as it does; launches and allocates nothing.
     """
-    call = inspect.signature(prefill).bind(*args, **kwargs)
-    call.apply_defaults()
-    backend = call.arguments.pop("backend")
-    _, problem = check.to_problem(*call.args, **call.kwargs)
-    q = call.arguments["q"]
-    return planner.plan(problem, registry.offers(backend, device.facts(q.device)))
+    backend, call = bind(*args, **kwargs)
+    _, problem = check.to_problem(**call)
+    return planner.plan(problem, registry.offers(backend, device.facts(call["q"].device)))
 
 
 def warmup(*, backend: str = "cute") -> None:
@@ -168,7 +175,8 @@ def workspace_size(
     backend: str = "auto",
 ) -> int:
     """Bytes that a call on the current device allocates besides its outputs, at most: whatever its
-    lengths, gate and dtypes. A call of long sequences that takes Gluon (README) needs all of it.
+    lengths, gate and dtypes; `use_intracard_cp=True` may take more. A call of long sequences that
+    takes Gluon (README) and splits them needs all of it.
 
     Args:
         T: tokens per batch row, or all tokens of a packed call.

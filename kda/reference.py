@@ -3,7 +3,7 @@ definition, and the chunk form in two stages, with the contract's roundings on r
 
 Both take `prefill`'s arguments (outputs and planning ones excepted) and return fp64 o
 [B, T, HV, V] and the final state [N, HV, V, K] ([N, HV, K, V] if `state_v_first=False`). They read
-`cu_seqlens` on the host and run on any device. Equations E1 to E6 are the README's.
+`cu_seqlens` on the host and run on any device. Equations E1 to E7 are the README's.
 """
 
 from __future__ import annotations
@@ -167,6 +167,14 @@ def recurrence(
         o[i * C : i * C + n] = r(qd[:, :n] @ S_operand.mT + m[:, :n, :n] @ u).transpose(0, 1)
         S = S * gamma[:, None, :] + u.mT @ kr[:, :n]
     return o, S
+
+
+def transition(steps: Steps) -> Tensor:
+    """P [HV, K, K] of E7: whatever the state before these steps, it adds S P to the one after."""
+    P = torch.diag_embed(torch.ones_like(steps.gamma[0]))
+    for nkd, kr, gamma in zip(steps.nkd, steps.kr, steps.gamma, strict=True):
+        P = P @ (torch.diag_embed(gamma) + nkd.mT @ kr)
+    return P
 
 
 def bf16(x: Tensor) -> Tensor:

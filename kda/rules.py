@@ -27,6 +27,7 @@ BF16_OR_FP32 = (torch.bfloat16, torch.float32)
 INTEGERS = (torch.int32, torch.int64)
 FP32_MAX = torch.finfo(torch.float32).max
 FP32_TINY = torch.finfo(torch.float32).tiny
+STRIDED = torch.strided
 DEFAULT_SCALE = HEAD_DIM**-0.5
 ALIGNMENT = 16  # bytes: TMA's rule for the base address and every stride but the last
 
@@ -64,6 +65,8 @@ def auto_or_boolean(name: str, x: Any) -> None:
 
 def number(name: str, x: Any) -> float:
     """A Python or NumPy real number as a float."""
+    if type(x) is float:  # the usual one: an abstract class takes ten times as long to say so
+        return x
     if isinstance(x, bool) or not isinstance(x, Real):
         why = hint("type", name) if isinstance(x, Tensor) else ""
         raise TypeError(f"{name} must be a number or None, got {type(x).__name__}{why}")
@@ -87,8 +90,16 @@ def lower_bound(x: Any) -> float | None:
     return value
 
 
-def tensor(name: str, x: Any, dtypes: Dtypes, device: Where) -> torch.Size:
-    """The shape of `x`, a strided tensor with one of `dtypes` on `device` without a gradient."""
+def tensor(
+    name: str,
+    x: Any,
+    dtypes: Dtypes,
+    device: Where,
+    shape: Sequence[int] | None = None,
+    form: str = "",
+) -> torch.Size:
+    """The shape of `x`, a strided tensor with one of `dtypes` on `device` without a gradient; it is
+    `shape`, if given, whose dimensions `form` names."""
     if not isinstance(x, Tensor):
         came = f"{type(x).__name__}{hint('type', name)}"
         raise TypeError(f"{name} must be a torch.Tensor, got {came}")
@@ -100,22 +111,17 @@ def tensor(name: str, x: Any, dtypes: Dtypes, device: Where) -> torch.Size:
     if x.dtype not in dtypes:
         expected = " or ".join(map(str, dtypes))
         raise ValueError(f"{name} must be {expected}, got {x.dtype}{hint('dtype', name)}")
-    if x.layout is not torch.strided:
+    if x.layout is not STRIDED:
         raise ValueError(f"{name} must have layout torch.strided, got {x.layout}")
     if x.is_neg():
         raise ValueError(f"{name} must hold its values, got a negated view; use resolve_neg()")
     if x.device != device:
         came = f"{x.device}{hint('device', name)}"
         raise ValueError(f"{name} must be on {device}, got {came}")
-    return x.shape
-
-
-def tensor_of(
-    name: str, x: Any, dtypes: Dtypes, device: Where, shape: Sequence[int], form: str
-) -> None:
-    got = tensor(name, x, dtypes, device)
-    if got != shape:
+    got = x.shape
+    if shape is not None and got != shape:
         wrong_shape(name, got, form, shape)
+    return got
 
 
 def wrong_shape(name: str, got: Sequence[int], form: str, expected: Sequence[int] = ()) -> NoReturn:

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from kda.contract import Feature, Variant
+from kda.contract import Variant
 
 
 class Pace(NamedTuple):
@@ -24,26 +24,14 @@ class Rule(NamedTuple):
     min_len: int  # tokens of the sequence that a token lies in, on average
     variant: Variant
     source: str  # a file of bench/results, or "fallback: <why>"
-    lacks: frozenset[Feature] = frozenset()  # calls with any of these go to a later rule
 
-
-# The Gluon stages serve what models with a bounded gate ask for; the plain stages everything.
-GLUON_LACKS = frozenset(
-    {
-        Feature.GATE_SOFTPLUS,
-        Feature.GATE_GIVEN_BOUNDED,
-        Feature.GATE_GIVEN,
-        Feature.FP32_GATE,
-        Feature.BETA_UP_TO_TWO,
-    }
-)
 
 VARIANTS = "bench/results/2026-12-01-h200-variants.json"
 
 TRITON: tuple[Rule, ...] = (
     # one program a head, once two would not fit on 132 SMs at one each
-    Rule(67, 256, Variant(4, 128, 4, 8, 2, gluon=True), VARIANTS, GLUON_LACKS),
-    Rule(0, 256, Variant(4, 64, 4, 4, 3, gluon=True), VARIANTS, GLUON_LACKS),
+    Rule(67, 256, Variant(4, 128, 4, 8, 2, gluon=True), VARIANTS),
+    Rule(0, 256, Variant(4, 64, 4, 4, 3, gluon=True), VARIANTS),
     # short sequences: padding to 64 tokens costs more than short steps
     Rule(0, 0, Variant(1, 64, 2, 4, 3), VARIANTS),
 )

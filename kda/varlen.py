@@ -7,8 +7,8 @@ prefix sum, no table, no host read of the offsets. Sequence number N is virtual:
 past the last offset, which come back as zeros.
 
 Segments of at most L tokens are found in the same way, with L in place of C. Only a sequence longer
-than L has several, and needs places for the states before them: ceil(len / L) <= floor(2 len / L) of
-them from floor(2 bos_n / L) on, so that short sequences take none.
+than L has several, and needs places for the states before them: ceil(len / L) <= floor(2 len / L)
+of them from floor(2 bos_n / L) on, so that short sequences take none.
 """
 
 from __future__ import annotations

@@ -18,8 +18,6 @@ from kda.contract import HEAD_DIM, Args, Plan
 if TYPE_CHECKING:
     from torch import Tensor
 
-ALIGNMENT = 256  # bytes; TMA needs 128
-
 
 class Region(NamedTuple):
     name: str
@@ -28,24 +26,21 @@ class Region(NamedTuple):
     per: str = "tile"  # or "place" of a segment
 
 
-# nkd, qd and kr have one shape and adjoin: a launcher may address them as one array. So do states
-# and transitions.
+# nkd, qd and kr have one shape and adjoin: a launcher may address them as one array; so do states
+# and transitions. Every region is whole lines of 128 bytes, TMA's unit, whatever the sizes: none
+# needs padding.
 REGIONS = (
     Region("nkd", ("C", "D"), torch.bfloat16),  # -k exp(G)
     Region("qd", ("C", "D"), torch.bfloat16),  # scale q exp(G)
     Region("kr", ("C", "D"), torch.bfloat16),  # A^T (k exp(G_C - G))
     Region("m", ("C", "C"), torch.bfloat16),  # M A
     Region("gamma", ("D",), torch.float32),  # exp(G_C)
-    Region(
-        "states", ("D", "D"), torch.float32, "place"
-    ),  # S before a segment; at first the last's Z
+    Region("states", ("D", "D"), torch.float32, "place"),  # S before a segment
     Region("transitions", ("D", "D"), torch.float32, "place"),  # P of a segment
 )
 
 
-class Workspace(NamedTuple):
-    """Views of one buffer."""
-
+class Views(NamedTuple):
     nkd: Tensor  # [tiles, HV, C, K] bf16
     qd: Tensor  # [tiles, HV, C, K] bf16
     kr: Tensor  # [tiles, HV, C, K] bf16
@@ -55,13 +50,50 @@ class Workspace(NamedTuple):
     transitions: Tensor  # [places, HV, K, K] fp32
 
 
+class Address:
+    """Where a region lies: what a compiled kernel asks of a tensor, without the cost of a view."""
+
+    __slots__ = ("address", "dtype")
+
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self.address = address
+        self.dtype = dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class Addresses(NamedTuple):
+    nkd: Address
+    qd: Address
+    kr: Address
+    m: Address
+    gamma: Address
+    states: Address
+    transitions: Address
+
+
 class Placed(NamedTuple):
     region: Region
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int  # elements of its dtype
     start: int  # bytes
     nbytes: int
+
+
+class Workspace(NamedTuple):
+    """One buffer, and its regions as addresses for compiled kernels and as views for the others."""
+
+    buffer: Tensor  # [workspace_bytes] uint8
+    placed: tuple[Placed, ...]
+    at: Addresses
+
+    def views(self) -> Views:
+        return Views(
+            *[
+                self.buffer[p.start : p.start + p.nbytes].view(p.region.dtype).view(p.shape)
+                for p in self.placed
+            ]
+        )
 
 
 @lru_cache(maxsize=256)
@@ -73,43 +105,39 @@ def place(tiles: int, HV: int, step: int, places: int) -> tuple[Placed, ...]:
         count = tiles if region.per == "tile" else places
         shape = (count, HV, *(sizes[d] for d in region.dims))
         nbytes = prod(shape) * region.dtype.itemsize
-        strides = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
-        offset = start // region.dtype.itemsize
-        placed.append(Placed(region, shape, strides, offset, start, nbytes))
-        start += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        placed.append(Placed(region, shape, start, nbytes))
+        start += nbytes
     return tuple(placed)
 
 
 def size(tiles: int, HV: int, step: int, places: int = 0) -> int:
     """Bytes of the buffer."""
     last = place(tiles, HV, step, places)[-1]
-    return last.start + -(-last.nbytes // ALIGNMENT) * ALIGNMENT
+    return last.start + last.nbytes
 
 
 def carve(plan: Plan, like: Tensor) -> Workspace:
-    """One uninitialised buffer on `like`'s device and current stream, and its named views."""
-    buffer = like.new_empty(plan.workspace_bytes // torch.bfloat16.itemsize, dtype=torch.bfloat16)
-    typed = {torch.bfloat16: buffer, torch.float32: buffer.view(torch.float32)}
-    return Workspace(
-        *[
-            typed[p.region.dtype].as_strided(p.shape, p.strides, p.offset)
-            for p in place(plan.tiles, plan.HV, plan.step, plan.places)
-        ]
-    )
+    """An uninitialised workspace on `like`'s device and current stream."""
+    buffer = like.new_empty(plan.workspace_bytes, dtype=torch.uint8)
+    placed = place(plan.tiles, plan.HV, plan.step, plan.places)
+    first = buffer.data_ptr()
+    at = Addresses(*[Address(first + p.start, p.region.dtype) for p in placed])
+    return Workspace(buffer, placed, at)
 
 
 def allocate_outputs(args: Args) -> Args:
     """`args` with the output tensors that the caller did not bring."""
     out, state = args.out, args.final_state
     if out is None:
-        out = args.v.new_empty(args.v.shape)
+        # half of what new_empty costs with a torch.Size
+        out = torch.empty_like(args.v, memory_format=torch.contiguous_format)
     if state is None and args.final_state_dtype is not None:
         B, _, HV, D = args.v.shape
         N = B if args.cu_seqlens is None else args.cu_seqlens.numel() - 1
         state = args.v.new_empty((N, HV, D, D), dtype=args.final_state_dtype)
         if not args.state_v_first:
             state = state.mT
-    return args._replace(out=out, final_state=state)
+    return Args(*args[:-2], state, out)  # half of what _replace costs
 
 
 def carry_state(args: Args) -> None:

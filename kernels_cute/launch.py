@@ -109,6 +109,7 @@ def recurrence_kernel(variant: Variant) -> Callable[..., None]:
 
 def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
     """Stage 1: fills the workspace, and zeros the rows of `out` past the last offset."""
+    at = ws.at
     q, k, g, beta, out, cu = args.q, args.k, args.g, args.beta, args.out, args.cu_seqlens
     assert out is not None
     flags = (
@@ -118,8 +119,8 @@ def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
     )
     prepare_kernel(plan.variant)(
         q.data_ptr(), k.data_ptr(), g.data_ptr(), beta.data_ptr(), address(args.A_log),
-        address(args.dt_bias), address(cu), out.data_ptr(), ws.nkd.data_ptr(), ws.m.data_ptr(),
-        ws.gamma.data_ptr(), *strides(q), *strides(k), *strides(g), *beta.stride(),
+        address(args.dt_bias), address(cu), out.data_ptr(), at.nkd.address, at.m.address,
+        at.gamma.address, *strides(q), *strides(k), *strides(g), *beta.stride(),
         *out.stride()[1:3], plan.tiles, q.shape[0], q.shape[1], plan.N, plan.H, plan.HV, flags,
         min(plan.tiles * plan.HV, PREPARE_PROGRAMS_PER_SM * sms(q.device.index)), args.lower_bound,
         args.scale, stream_of(q),
@@ -141,9 +142,9 @@ NO_STRIDES = (0, 0, 0, 0)
 
 def scan(args: Args, plan: Plan, ws: Workspace) -> None:
     """Stage 2 of a plan with segments: Z and P of each (README, E7)."""
-    v, s0 = args.v, args.initial_state
+    v, s0, at = args.v, args.initial_state, ws.at
     scan_kernel(plan.variant)(
-        ws.nkd.data_ptr(), ws.gamma.data_ptr(), v.data_ptr(), address(s0), ws.states.data_ptr(),
+        at.nkd.address, at.gamma.address, v.data_ptr(), address(s0), at.states.address,
         address(args.cu_seqlens), *strides(v), *(NO_STRIDES if s0 is None else s0.stride()),
         plan.tiles, v.shape[0], v.shape[1], plan.N, plan.HV, flags_of(args), plan.segment,
         plan.places, stream_of(v),
@@ -153,7 +154,7 @@ def scan(args: Args, plan: Plan, ws: Workspace) -> None:
 def merge(args: Args, plan: Plan, ws: Workspace) -> None:
     """Stage 3 of a plan with segments: the state before each."""
     merge_kernel(plan.variant)(
-        ws.states.data_ptr(), address(args.cu_seqlens), args.v.shape[1], plan.N, plan.HV,
+        ws.at.states.address, address(args.cu_seqlens), args.v.shape[1], plan.N, plan.HV,
         flags_of(args), plan.segment, plan.places, stream_of(args.v),
     )  # fmt: skip
 
@@ -161,11 +162,11 @@ def merge(args: Args, plan: Plan, ws: Workspace) -> None:
 def recurrence(args: Args, plan: Plan, ws: Workspace) -> None:
     """The last stage: the state over the steps of each sequence, or of each segment from the state
     before it; writes `out` and `final_state`."""
-    v, out, s0, s1 = args.v, args.out, args.initial_state, args.final_state
+    v, out, s0, s1, at = args.v, args.out, args.initial_state, args.final_state, ws.at
     assert out is not None
     recurrence_kernel(plan.variant)(
-        ws.nkd.data_ptr(), ws.m.data_ptr(), ws.gamma.data_ptr(), v.data_ptr(), out.data_ptr(),
-        address(s0), address(s1), ws.states.data_ptr(), address(args.cu_seqlens), *strides(v),
+        at.nkd.address, at.m.address, at.gamma.address, v.data_ptr(), out.data_ptr(),
+        address(s0), address(s1), at.states.address, address(args.cu_seqlens), *strides(v),
         *strides(out), *(NO_STRIDES if s0 is None else s0.stride()),
         *(NO_STRIDES if s1 is None else s1.stride()), plan.tiles, v.shape[0], v.shape[1], plan.N,
         plan.HV, flags_of(args), plan.segment, plan.recurrences, stream_of(v),

@@ -6,10 +6,16 @@ import re
 from kda.contract import Device, Feature
 from kda.registry import import_failure
 
-FEATURES = frozenset(Feature)
+FEATURES = frozenset(Feature)  # of the plain stages
+# What models with a bounded gate ask for.
+GLUON_FEATURES = frozenset(
+    {Feature.GATE_BOUNDED, Feature.GROUPED_VALUES, Feature.PACKED, Feature.SEGMENTS}
+)
 
 OLDEST_TRITON = (3, 6)
-NEWEST_GLUON = (3, 9)  # Gluon is experimental: only versions that CI compiled are trusted
+# Gluon is experimental, and the C function under a launch no interface: for both only versions that
+# the tests ran on are trusted.
+NEWEST_CHECKED = (3, 9)
 
 
 def available(device: Device) -> str | None:
@@ -30,10 +36,16 @@ def available(device: Device) -> str | None:
     return None
 
 
-def gluon(device: Device) -> bool:
-    """Whether the Gluon variants can run: on a GPU, with a Triton that they were compiled on."""
+def gluon(device: Device) -> frozenset[Feature] | None:
+    """What the Gluon variants can do: something on a GPU, with a Triton that they were compiled
+    on. None: they cannot run."""
+    return GLUON_FEATURES if device.type == "cuda" and checked() else None
+
+
+def checked() -> bool:
+    """Whether the tests ran on the installed Triton."""
     version = triton_version()
-    return device.type == "cuda" and version is not None and version <= NEWEST_GLUON
+    return version is not None and version <= NEWEST_CHECKED
 
 
 def triton_version() -> tuple[int, int] | None:

@@ -6,48 +6,76 @@ from dataclasses import MISSING, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from kda.workspace import Address
+from kernels_triton.launcher import NEEDS_TENSORS
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
 
+    Sizes = tuple[int, ...]
+    Layout = Callable[[Sizes, torch.dtype], Any]
+
+MOST = 1024  # descriptors remembered: ten a call, and each layer of a model may have its own
+
 
 class Descriptors:
     """Makes one language's descriptors. Their constructor would check on each call, in 14 us, what
     `kda.check` and the region table have settled: alignment, strides, sizes. They are filled
-    without it."""
+    without it. A descriptor is a function of integers, an address among them, and so is what the
+    driver encodes it to: equal ones are made once."""
 
-    def __init__(self, cls: type, layout: Callable[[tuple[int, ...], torch.dtype], Any] | None):
-        self.cls = cls
+    def __init__(self, cls: type, layout: Layout | None):
         defaults = {f.name: f.default for f in fields(cls) if f.default is not MISSING}
 
         @lru_cache(maxsize=64)
-        def of_block(block: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+        def of_block(block: Sizes, dtype: torch.dtype) -> dict[str, Any]:
             placed = {} if layout is None else {"layout": layout(block, dtype)}
             return {**defaults, "block_shape": list(block), **placed}
 
-        self.of_block = of_block
+        def fill(base: Any, dtype: torch.dtype, shape: Sizes, strides: Sizes, block: Sizes) -> Any:
+            d = object.__new__(cls)
+            d.__dict__.update(of_block(block, dtype), base=base, shape=shape, strides=strides)
+            d.encoded = {}  # what the driver made of it, by kernel (direct.py)
+            return d
 
-    def make(
-        self,
-        x: torch.Tensor,
-        shape: tuple[int, ...],
-        strides: tuple[int, ...],
-        block: tuple[int, ...],
-    ) -> Any:
-        d = object.__new__(self.cls)
-        d.__dict__.update(self.of_block(block, x.dtype), base=x, shape=shape, strides=strides)
-        return d
+        @lru_cache(maxsize=MOST)
+        def remembered(
+            geometry: Callable[..., tuple[Sizes, Sizes, Sizes]],
+            address: int,
+            dtype: torch.dtype,
+            *numbers: Any,
+        ) -> Any:
+            return fill(Address(address, dtype), dtype, *geometry(*numbers))
 
-    def rows(self, x: torch.Tensor, count: int, step: int) -> Any:
-        """`count` rows of x's last dimension from x's first element on, `step` of them a block."""
-        n = x.shape[-1]
-        return self.make(x, (count, n), (n, 1), (step, n))
+        self.fill, self.remembered = fill, remembered
+
+    def rows(self, x: torch.Tensor | Address, count: int, step: int, columns: int) -> Any:
+        """`count` rows of `columns` from x's first element on, `step` of them a block."""
+        if NEEDS_TENSORS:
+            return self.fill(x, x.dtype, *rows(count, step, columns))
+        return self.remembered(rows, x.data_ptr(), x.dtype, count, step, columns)
 
     def heads_first(self, x: torch.Tensor, step: int, columns: int) -> Any:
-        """[B, T, H, D] as [B, H, T, D]: the dimensions of size one lead the block. Their strides
-        may be anything in torch, but not in TMA."""
-        B, T, H, D = x.shape
-        b, t, h, _ = x.stride()
-        strides = (b if B > 1 else D, h if H > 1 else D, t if T > 1 else D, 1)
-        return self.make(x, (B, H, T, D), strides, (1, 1, step, columns))
+        """[B, T, H, D] as [B, H, T, D]: the dimensions of size one lead the block."""
+        if NEEDS_TENSORS:
+            return self.fill(x, x.dtype, *heads_first(x.shape, x.stride(), step, columns))
+        return self.remembered(
+            heads_first, x.data_ptr(), x.dtype, x.shape, x.stride(), step, columns
+        )
+
+
+def rows(count: int, step: int, columns: int) -> tuple[Sizes, Sizes, Sizes]:
+    """Shape, strides and block."""
+    return (count, columns), (columns, 1), (step, columns)
+
+
+def heads_first(
+    shape: Sizes, strides: Sizes, step: int, columns: int
+) -> tuple[Sizes, Sizes, Sizes]:
+    """Strides of dimensions of size one may be anything in torch, but not in TMA."""
+    B, T, H, D = shape
+    b, t, h, _ = strides
+    used = (b if B > 1 else D, h if H > 1 else D, t if T > 1 else D, 1)
+    return (B, H, T, D), used, (1, 1, step, columns)

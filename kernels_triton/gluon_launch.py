@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from kda.contract import Args, Plan
-    from kda.workspace import Workspace
+    from kda.workspace import Addresses, Workspace
 
 __all__ = ["merge", "prepare", "recurrence", "scan"]  # one merge serves both twins
 
@@ -24,9 +24,9 @@ launch_prepare = Launcher(prepare_kernel, settled="q k g out nkd qd operands m g
 launch_recurrence = Launcher(recurrence_kernel, settled="operands m gamma v o out states")
 
 
-def operand_rows(ws: Workspace, step: int) -> TensorDescriptor:
-    """nkd, qd and kr, which adjoin, in one descriptor: each costs the host 3 us."""
-    return rows(ws.nkd, 3 * ws.nkd.numel() // HEAD_DIM, step)
+def operand_rows(at: Addresses, count: int, step: int) -> TensorDescriptor:
+    """nkd, qd and kr, which adjoin, in one descriptor."""
+    return rows(at.nkd, 3 * count, step, HEAD_DIM)
 
 
 def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
@@ -34,15 +34,15 @@ def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
     B, T, H, D = args.q.shape
     step = plan.step
     assert step == C.value
-    count = plan.tiles * plan.HV * step
+    count, at = plan.tiles * plan.HV * step, ws.at
     launch_prepare(
         (plan.tiles * plan.HV, 1, 1),
         (
             heads_first(args.q, step, D), heads_first(args.k, step, D),
             heads_first(args.g, step, D), args.beta, args.A_log, args.dt_bias, args.cu_seqlens,
-            args.out, ws.nkd, ws.qd, operand_rows(ws, step), rows(ws.m, count, step), ws.gamma,
-            *args.beta.stride(), *args.out.stride()[1:3], count, T, plan.N, plan.tiles // B,
-            plan.HV, plan.HV // H, args.lower_bound, args.scale,
+            args.out, at.nkd, at.qd, operand_rows(at, count, step), rows(at.m, count, step, step),
+            at.gamma, *args.beta.stride(), *args.out.stride()[1:3], count, T, plan.N,
+            plan.tiles // B, plan.HV, plan.HV // H, args.lower_bound, args.scale,
         ),
         {
             "PACKED": args.cu_seqlens is not None,
@@ -74,14 +74,15 @@ def launch_steps(
 ) -> None:
     B, T, _, _ = args.q.shape
     step, v_block = plan.step, plan.variant.v_block
-    count = plan.tiles * plan.HV * step
+    count, at = plan.tiles * plan.HV * step, ws.at
     s0, s1 = args.initial_state, args.final_state
     launch_recurrence(
         (runs * plan.HV * plan.v_splits, 1, 1),
         (
-            operand_rows(ws, step), rows(ws.m, count, step), rows(ws.gamma, count // step, 1),
+            operand_rows(at, count, step), rows(at.m, count, step, step),
+            rows(at.gamma, count // step, 1, HEAD_DIM),
             heads_first(args.v, step, v_block), heads_first(args.out, step, v_block), args.out,
-            s0, s1, ws.states, args.cu_seqlens, *strides(s0), *strides(s1), *args.out.stride()[:3],
+            s0, s1, at.states, args.cu_seqlens, *strides(s0), *strides(s1), *args.out.stride()[:3],
             count, T, plan.N, plan.tiles // B, plan.HV, plan.segment, plan.places,
         ),
         {

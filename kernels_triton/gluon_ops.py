@@ -1,4 +1,4 @@
-"""What both Gluon stages use: TMA under either of its names, descriptors, fast exponentials.
+"""What both Gluon stages use: TMA under either of its names, and descriptors.
 
 Gluon is Triton's explicit-layout language. It gives what plain Triton cannot: named shared-memory
 buffers, a TMA producer warp, and products that stay in flight. It is not interpreted: without a GPU
@@ -6,7 +6,6 @@ these kernels are compiled, and no more. The plain stages serve every call that 
 """
 
 import torch
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -28,17 +27,3 @@ def swizzled(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout
 
 
 DESCRIPTORS = Descriptors(TensorDescriptor, swizzled)
-
-
-@gluon.jit
-def exp2(x):
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def reciprocal(x):
-    return gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )

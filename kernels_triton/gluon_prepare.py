@@ -18,8 +18,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels_triton.gluon_layouts import layouts
-from kernels_triton.gluon_ops import D, async_load, async_store, exp2, reciprocal
-from kernels_triton.ops import aligned, first_tile, offset, sequence_bounds, sequence_of_tile
+from kernels_triton.gluon_ops import D, async_load, async_store
+from kernels_triton.ops import (
+    aligned,
+    exp2,
+    first_tile,
+    offset,
+    reciprocal,
+    sequence_bounds,
+    sequence_of_tile,
+)
 
 C = gl.constexpr(64)
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -344,6 +352,9 @@ def prepare_kernel(
     a_s = gl.allocate_shared_memory(gl.float16, [C, C], L.swizzled_64)
     a_s.store((b_X - b_W).to(gl.float16))
     fence_async_shared()
+    # read again, here: its 16 registers would be missed all the way down
+    b_col = gl.load(p_beta + o_c * beta_t, mask=o_c < left, other=0.0).to(gl.float32)
+    b_col = reciprocal(1.0 + exp2(b_col * -LOG2_E)) * scale
     zero_d = gl.zeros([C, D], gl.float32, L.acc_d)
     b_kr = warpgroup_mma(a_s.permute([1, 0]), kr_s, zero_d, use_acc=False, is_async=True)
     b_M = warpgroup_mma(gl.convert_layout(b_M, L.left_64), a_s, zero, use_acc=False, is_async=True)
@@ -351,9 +362,6 @@ def prepare_kernel(
         gl.convert_layout(b_MX, L.left_64), a_s.slice(0, 32, dim=0), b_M, is_async=True
     )
     b_kr, b_M = warpgroup_mma_wait(0, [b_kr, b_M])
-    # read again, here: its 16 registers would be missed all the way down
-    b_col = gl.load(p_beta + o_c * beta_t, mask=o_c < left, other=0.0).to(gl.float32)
-    b_col = reciprocal(1.0 + exp2(b_col * -LOG2_E)) * scale
     # Triton 3.6 gave wrong, timing-dependent rows of M' and kr' without these: an asynchronous
     # product does not count as a use of its buffers, which were given to others too early
     kr_s._keep_alive()

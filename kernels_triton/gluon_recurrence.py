@@ -133,7 +133,7 @@ def advance_steps(
             gl.store(p_o, b_o, mask=(o_c < left)[None, :])
     if SCAN:
         gl.store(p_states + to_states + o_S, b_S, mask=o_S * 0 + steps > 0)
-    elif HAS_FINAL:
+    elif HAS_FINAL:  # noqa: SIM102  the compiler resolves one condition, not the other
         if to_final:
             p_s = i_n.to(gl.int64) * s1_n + i_h.to(gl.int64) * s1_h
             p_s += o_v.to(gl.int64)[:, None] * s1_v + o_k[None, :] * s1_k

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from kernels_triton import plain_launch
@@ -13,9 +14,10 @@ if TYPE_CHECKING:
     from kda.workspace import Workspace
 
 
-def language(plan: Plan) -> ModuleType:
+@lru_cache(maxsize=2)
+def language(gluon: bool) -> ModuleType:
     """Gluon is imported on first use: a Triton that cannot has its variants left out of plans."""
-    if not plan.variant.gluon:
+    if not gluon:
         return plain_launch
     from kernels_triton import gluon_launch
 
@@ -24,29 +26,30 @@ def language(plan: Plan) -> ModuleType:
 
 def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
     """Stage 1: fills the workspace, and zeros the rows of `out` past the last offset."""
-    language(plan).prepare(args, plan, ws)
+    language(plan.variant.gluon).prepare(args, plan, ws)
 
 
 def scan(args: Args, plan: Plan, ws: Workspace) -> None:
     """Stage 2 of a plan with segments: Z and P of each (README, E7)."""
-    language(plan).scan(args, plan, ws)
+    language(plan.variant.gluon).scan(args, plan, ws)
 
 
 def merge(args: Args, plan: Plan, ws: Workspace) -> None:
     """Stage 3 of a plan with segments: the state before each."""
-    language(plan).merge(args, plan, ws)
+    language(plan.variant.gluon).merge(args, plan, ws)
 
 
 def recurrence(args: Args, plan: Plan, ws: Workspace) -> None:
     """The last stage: the state over the steps of each sequence, or of each segment from the state
     before it; writes `out` and `final_state`."""
-    language(plan).recurrence(args, plan, ws)
+    language(plan.variant.gluon).recurrence(args, plan, ws)
 
 
 def launch(args: Args, plan: Plan, ws: Workspace) -> None:
     """The whole call."""
-    prepare(args, plan, ws)
+    stages = language(plan.variant.gluon)
+    stages.prepare(args, plan, ws)
     if plan.segment:
-        scan(args, plan, ws)
-        merge(args, plan, ws)
-    recurrence(args, plan, ws)
+        stages.scan(args, plan, ws)
+        stages.merge(args, plan, ws)
+    stages.recurrence(args, plan, ws)

@@ -7,22 +7,31 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kernels_triton import checked
+from kernels_triton.direct import launch_of
+
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
+    from kernels_triton.direct import Launch
+
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+# The interpreter reads tensors, and a Triton that was not tried may ask more of them than an
+# address can answer.
+NEEDS_TENSORS = INTERPRET or not checked()
 MOST = 256  # kernels remembered; strange strides of states could make more
 
 
 class Launcher:
     """One kernel, remembered as compiled for each key of what its code can depend on: the
-    compile-time constants and options, the device, and of every argument that Triton specialises
-    its type, its alignment or, if it is an integer, itself. The arguments named in `settled` are
-    left out: their dtype and alignment never vary. Other integers have fixed types."""
+    compile-time constants and options, the device, and every argument that Triton specialises: of
+    a tensor its dtype and whether whole 16-byte lines can be read, an integer itself. The arguments
+    named in `settled`, descriptors among them, are left out: nothing of theirs varies. Other
+    integers have fixed types."""
 
     def __init__(self, kernel: Any, settled: str) -> None:
         self.kernel = kernel
-        self.compiled: dict[Hashable, Any] = {}
+        self.launches: dict[Hashable, Launch] = {}
         params = () if INTERPRET else kernel.params
         self.specialised = [
             i
@@ -41,27 +50,24 @@ class Launcher:
         if INTERPRET:
             self.kernel[grid](*args, **constants)
             return
+        device = torch.cuda.current_device()
         key = (
-            torch.cuda.current_device(),
+            device,
             *constants.values(),
             *options.values(),
-            *[trait(args[i]) for i in self.specialised],
+            *[
+                x if x is None or type(x) is int else (x.dtype, x.data_ptr() % 16 == 0)
+                for x in map(args.__getitem__, self.specialised)
+            ],
         )
-        compiled = self.compiled.get(key)
-        if compiled is not None:
-            compiled[grid](*args, *constants.values())
+        launch = self.launches.get(key)
+        if launch is not None:
+            launch(grid, args)
             return
-        if len(self.compiled) >= MOST:
-            self.compiled.clear()
-        self.compiled[key] = self.kernel[grid](*args, **constants, **options)
-
-
-def trait(x: Any) -> Hashable:
-    """What code may depend on: of a tensor its dtype and whether whole 16-byte lines can be read,
-    of a descriptor its dtype (its block is a constant), an integer itself."""
-    if isinstance(x, torch.Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
-    return x if x is None or isinstance(x, int) else x.base.dtype
+        if len(self.launches) >= MOST:
+            self.launches.clear()
+        compiled = self.kernel[grid](*args, **constants, **options)
+        self.launches[key] = launch_of(compiled, device, tuple(constants.values()))
 
 
 def strides(state: torch.Tensor | None) -> tuple[int, ...]:

@@ -15,9 +15,8 @@ D = tl.constexpr(128)
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "segment", "places"])
 def merge_kernel(
-    # [2 * places, HV, V, K] fp32, in: the Z of place i at i + 1, its P at places + i, the first Z of
-    # a sequence from its initial state; out: the state before the segment at place i at i, but for
-    # the first segments
+    # [2 * places, HV, V, K] fp32. In: Z of the segment at place i at i + 1 (the first of a sequence
+    # from its initial state), P at places + i. Out: the state before it at i (not before a first)
     states,
     cu_seqlens,  # [N + 1] int32 | int64
     T: tl.int32, N: tl.int32, HV: tl.int32, segment: tl.int32, places: tl.int32,

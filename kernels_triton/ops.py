@@ -14,7 +14,7 @@ def dot(a, b, acc, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def exp2(x, INTERPRET: tl.constexpr):
+def exp2(x, INTERPRET: tl.constexpr = False):
     """2^x; results below 2^-126 are zero, which saves the scaling around them."""
     if INTERPRET:
         return tl.exp2(x)
@@ -24,7 +24,7 @@ def exp2(x, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def reciprocal(x, INTERPRET: tl.constexpr):
+def reciprocal(x, INTERPRET: tl.constexpr = False):
     """1 / x to one ulp for x in [1, inf]."""
     if INTERPRET:
         return 1.0 / x

@@ -8,14 +8,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kda.contract import HEAD_DIM, Gate
 from kernels_triton.descriptors import Descriptors
-from kernels_triton.launcher import INTERPRET, Launcher, strides
+from kernels_triton.launcher import INTERPRET, NEEDS_TENSORS, Launcher, strides
 from kernels_triton.merge import merge_kernel
 from kernels_triton.prepare import C, prepare_kernel
 from kernels_triton.recurrence import recurrence_kernel
 
 if TYPE_CHECKING:
     from kda.contract import Args, Plan
-    from kda.workspace import Workspace
+    from kda.workspace import Addresses, Views, Workspace
 
 descriptors = Descriptors(TensorDescriptor, None)
 rows, heads_first = descriptors.rows, descriptors.heads_first
@@ -26,6 +26,10 @@ launch_merge = Launcher(merge_kernel, settled="states")
 MERGE_ROWS, MERGE_WARPS, MERGE_STAGES = 16, 8, 3
 
 
+def regions(ws: Workspace) -> Addresses | Views:
+    return ws.views() if NEEDS_TENSORS else ws.at
+
+
 def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
     """Stage 1: fills the workspace, and zeros the rows of `out` past the last offset."""
     B, T, H, _ = args.q.shape
@@ -34,7 +38,7 @@ def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
         (plan.tiles * plan.HV, 1, 1),
         (
             args.q, args.k, args.g, args.beta, args.A_log, args.dt_bias, args.cu_seqlens, args.out,
-            *ws[:5], *args.q.stride()[:3], *args.k.stride()[:3], *args.g.stride()[:3],
+            *regions(ws)[:5], *args.q.stride()[:3], *args.k.stride()[:3], *args.g.stride()[:3],
             *args.beta.stride(), *args.out.stride()[1:3], T, plan.N, plan.tiles // B, plan.HV,
             plan.HV // H, args.lower_bound, args.scale,
         ),
@@ -63,7 +67,8 @@ def merge(args: Args, plan: Plan, ws: Workspace) -> None:
     launch_merge(
         (plan.places * plan.HV * HEAD_DIM // MERGE_ROWS, 1, 1),
         (
-            ws.states, args.cu_seqlens, args.q.shape[1], plan.N, plan.HV, plan.segment, plan.places,
+            regions(ws).states, args.cu_seqlens, args.q.shape[1], plan.N, plan.HV, plan.segment,
+            plan.places,
         ),
         {"BV": MERGE_ROWS, "STAGES": MERGE_STAGES, "PACKED": args.cu_seqlens is not None},
         num_warps=MERGE_WARPS,
@@ -79,14 +84,15 @@ def recurrence(args: Args, plan: Plan, ws: Workspace) -> None:
 def launch_steps(args: Args, plan: Plan, ws: Workspace, runs: int, *, scan: bool) -> None:
     B, T, _, _ = args.q.shape
     step, v_block = plan.step, plan.variant.v_block
-    count = plan.tiles * plan.HV * step
+    count, at = plan.tiles * plan.HV * step, regions(ws)
     s0, s1 = args.initial_state, args.final_state
     launch_recurrence(
         (runs * plan.HV * plan.v_splits, 1, 1),
         (
-            *[rows(x, count, step) for x in (ws.nkd, ws.qd, ws.kr, ws.m)], ws.gamma,
+            *[rows(x, count, step, HEAD_DIM) for x in (at.nkd, at.qd, at.kr)],
+            rows(at.m, count, step, step), at.gamma,
             heads_first(args.v, step, v_block), heads_first(args.out, step, v_block), args.out,
-            s0, s1, ws.states, args.cu_seqlens, *strides(s0), *strides(s1), *args.out.stride()[:3],
+            s0, s1, at.states, args.cu_seqlens, *strides(s0), *strides(s1), *args.out.stride()[:3],
             T, plan.N, plan.tiles // B, plan.HV, plan.segment, plan.places,
         ),
         {

@@ -49,7 +49,9 @@ def advance(
     return b_S, b_o
 
 
-@triton.jit(do_not_specialize=["out_b", "out_t", "out_h", "T", "N", "NT", "HV", "segment", "places"])
+@triton.jit(
+    do_not_specialize=["out_b", "out_t", "out_h", "T", "N", "NT", "HV", "segment", "places"]
+)
 def recurrence_kernel(
     nkd, qd, kr,  # descriptors of [tiles * HV * C, K] bf16, block [C, K]
     m,  # descriptor of [tiles * HV * C, C] bf16, block [C, C]
@@ -89,7 +91,7 @@ def recurrence_kernel(
         )
         if length < 0:
             return
-        if SCAN:
+        if SCAN:  # noqa: SIM102
             # the last needs neither Z nor P; the Z of the first starts from the initial state
             if (after == 0) | (of_P & (i_s == 0)):
                 return
@@ -142,7 +144,7 @@ def recurrence_kernel(
     if SCAN:
         p_states += tl.where(of_P, places, 1).to(tl.int64) * HV * D * D
         tl.store(p_states + o_v * D + o_k, b_S)
-    elif HAS_FINAL:
+    elif HAS_FINAL:  # noqa: SIM102  the compiler resolves one condition, not the other
         if after == 0:
             p_s = i_n.to(tl.int64) * s1_n + i_h.to(tl.int64) * s1_h + o_v * s1_v + o_k * s1_k
             tl.store(final_state + p_s, b_S.to(final_state.dtype.element_ty))

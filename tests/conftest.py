@@ -1,7 +1,6 @@
 """Where the tests run. One body serves all targets: PyTorch on the CPU, the Triton kernels in the
 interpreter (a process of its own, TRITON_INTERPRET=1), and all on a GPU (-m gpu)."""
 
-import inspect
 import os
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ import kernels_cute
 import kernels_triton
 from kda import check, device, planner, portable, registry, tuning, workspace
 from kda.contract import HEAD_DIM, Args, Feature, Plan, Variant
+from kda.prefill import bind
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -28,29 +28,24 @@ class Target(NamedTuple):
     def supports(self, case: Any) -> bool:
         return features_of(case) <= DECLARED[self.backend] and (case.small or not self.interpreted)
 
-    def skip_what_it_declines(self, call: dict[str, Any]) -> None:
-        """Skips the test if the call needs a feature that the backend does not declare."""
-        lacking = features_asked(call) - DECLARED[self.backend]
-        if lacking:
-            names = ", ".join(sorted(f.name for f in lacking))
-            pytest.skip(f"{self.backend} does not declare {names}")
-
     def run(self, call: dict[str, Any], **more: Any) -> Any:
-        """`kda.prefill` with a final state, unless told otherwise."""
+        """`kda.prefill` with a final state, unless told otherwise. Skips the test if the call needs
+        a feature that cute does not declare."""
         call = {"output_final_state": True} | call | more
-        if DECLARED[self.backend] != frozenset(Feature):
-            self.skip_what_it_declines(call)
+        lacking = features_asked(call) - DECLARED["cute"] if self.backend == "cute" else ()
+        if lacking:
+            pytest.skip(f"cute does not declare {', '.join(sorted(f.name for f in lacking))}")
         return kda.prefill(**call, backend=self.backend)
 
     def stages(self, call: dict[str, Any]) -> tuple[Any, Args, Plan, workspace.Workspace]:
         """What `kda.prefill(**call, output_final_state=True)` would launch, and with what; the
         workspace and the outputs hold NaN."""
-        bound = {**KEYWORDS, **call, "output_final_state": True}
-        args, problem = check.to_problem(**bound)
+        _, keywords = bind(**call | {"output_final_state": True})
+        args, problem = check.to_problem(**keywords)
         offers = registry.offers(self.backend, device.facts(args.q.device))
         plan = planner.plan(problem, offers)
         args, ws = workspace.allocate_outputs(args), workspace.carve(plan, args.q)
-        for x in (args.out, args.final_state, *ws):
+        for x in (args.out, args.final_state, *ws.views()):
             x.fill_(torch.nan)
         return registry.load(self.backend), args, plan, ws
 
@@ -63,20 +58,14 @@ DECLARED = {
 
 
 def features_asked(call: dict[str, Any]) -> frozenset[Feature]:
-    return check.to_problem(**{**KEYWORDS, **call})[1].features
+    return check.to_problem(**bind(**call)[1])[1].features
 
 
 @lru_cache(maxsize=256)
 def features_of(case: Any) -> frozenset[Feature]:
-    tiny = case._replace(seq_lens=(1,) * min(1, len(case.seq_lens)), H=1, HV=case.HV // case.H)
+    tiny = case._replace(seq_lens=(1,), H=1, HV=case.HV // case.H)
     return features_asked(make_inputs(tiny))
 
-
-KEYWORDS = {
-    name: p.default
-    for name, p in inspect.signature(kda.prefill).parameters.items()
-    if p.kind is p.KEYWORD_ONLY and name != "backend"
-}
 
 if INTERPRETED:
     TARGETS = [pytest.param(Target("triton", "cpu", True), id="interpreter")]
@@ -107,20 +96,16 @@ class Shipped(NamedTuple):
 
     backend: str
     variant: Variant
-    lacks: frozenset[Feature] = frozenset()
 
     def __str__(self) -> str:
         v = self.variant
-        language = "gluon" if v.gluon else "plain"
-        if self.backend == "cute":
-            language = "dsl"
+        language = "dsl" if self.backend == "cute" else "gluon" if v.gluon else "plain"
         return f"{self.backend}-{language}-{v.step}x{v.v_block}"
 
 
 SHIPPED = [
     *(Shipped("torch", Variant(chunks, HEAD_DIM)) for chunks in (1, 2, 4)),
-    *(Shipped("triton", rule.variant, rule.lacks) for rule in tuning.RULES["triton"]),
-    *(Shipped("cute", rule.variant, rule.lacks) for rule in tuning.RULES["cute"]),
+    *(Shipped(name, rule.variant) for name in ("triton", "cute") for rule in tuning.RULES[name]),
 ]
 
 
@@ -129,7 +114,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes the planner take one variant for every problem until the test ends."""
 
     def force(shipped: Shipped) -> None:
-        rule = tuning.Rule(0, 0, shipped.variant, "forced by a test", shipped.lacks)
+        rule = tuning.Rule(0, 0, shipped.variant, "forced by a test")
         monkeypatch.setitem(tuning.RULES, shipped.backend, (rule,))
         planner.plan.cache_clear()
 
@@ -143,6 +128,19 @@ def shipped(request: pytest.FixtureRequest, force: Any) -> Shipped:
     """Every variant in turn, forced."""
     force(request.param)
     return request.param
+
+
+@pytest.fixture
+def split(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the planner split the longest sequence into so many segments until the test ends."""
+
+    def split(segments: int) -> None:
+        monkeypatch.setattr(planner, "counts_to_try", lambda *_: [segments])
+        planner.plan.cache_clear()
+
+    yield split
+    monkeypatch.undo()
+    planner.plan.cache_clear()
 
 
 def pytest_configure(config: pytest.Config) -> None:

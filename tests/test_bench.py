@@ -67,7 +67,7 @@ def test_cp_rows_tell_what_ran_and_why_forced_did_not(bench):
     assert [row["cp"] for row in rows] == ["auto", "off", "forced"]
     assert [row["segments"] for row in rows] == [1, 1, None]
     assert rows[0]["ms_median"] > 0
-    assert "runs every sequence serially" in rows[2]["skipped"]
+    assert "splitting sequences into segments" in rows[2]["skipped"]
 
 
 def test_accuracy_has_every_gate_and_no_time(bench):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from timeit import repeat
 
 import numpy as np
@@ -15,15 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kda
 from kda import check, planner, rules, views, workspace
 from kda.contract import Feature, Gate
+from kda.prefill import bind
 
 BF16, FP32 = torch.bfloat16, torch.float32
 T, H, HV, N = 48, 2, 4, 3  # all different, and none of them 128
-
-DEFAULTS = {
-    name: p.default
-    for name, p in inspect.signature(kda.prefill).parameters.items()
-    if p.kind is p.KEYWORD_ONLY and name != "backend"
-}
 
 
 def zeros(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -65,7 +59,7 @@ def dense(B: int = 2, T: int = T, **changes):
 
 
 def to_problem(call):
-    return check.to_problem(**DEFAULTS | call)
+    return check.to_problem(**bind(**call)[1])
 
 
 def spaced(x: torch.Tensor, dim: int, step: int) -> torch.Tensor:
@@ -501,7 +495,7 @@ def test_a_right_call_passes_and_its_check_makes_nothing_but_views(changes, stat
         assert args.dt_bias.shape == (HV, 128)
         assert args.dt_bias.data_ptr() == call["dt_bias"].data_ptr()
     for name in ("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval"):
-        assert getattr(args, name) is (DEFAULTS | call)[name]
+        assert getattr(args, name) is bind(**call)[1][name]
     assert args.state_v_first is state_v_first
     assert problem.use_intracard_cp is call.get("use_intracard_cp", "auto")
     assert isinstance(args.scale, float)
@@ -670,7 +664,7 @@ def test_slices_of_one_buffer_overlap_exactly_if_they_share_a_byte(first, second
 
 
 def test_the_time_of_a_check_is_printed():
-    call = DEFAULTS | arguments(out=None)
+    _, call = bind(**arguments(out=None))
     best = min(repeat(lambda: check.to_problem(**call), number=2000, repeat=5)) / 2000
     print(f"\nto_problem, packed, both states: {best * 1e6:.1f} us")
     assert best < 1e-3, "40 times its target of 25 us: something reads or copies"

@@ -5,17 +5,18 @@ import re
 import pytest
 import torch
 from cases import BF16, FP32, Case, make_inputs
-from conftest import INTERPRETED, KEYWORDS, SHIPPED
+from conftest import INTERPRETED, SHIPPED
 from sm90 import compiling, sass
 
 from kda import check, planner, workspace
 from kda.contract import Feature, Offer
-from kernels_triton import FEATURES, launch
+from kda.prefill import bind
+from kernels_triton import FEATURES, GLUON_FEATURES, launch
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter replaces the compiler")
 
 VARIANTS = [x for x in SHIPPED if x.backend == "triton"]
-OFFERS = (Offer("triton", FEATURES, None, gluon=True),)
+OFFERS = (Offer("triton", FEATURES, None, gluon=GLUON_FEATURES),)
 
 # Between them every feature, dense and packed, all state combinations and dtypes, with and without
 # the optional parameters.
@@ -34,11 +35,16 @@ CALLS = {
     "given": Case("given", (70,), "soft", computed=True),
     "neg_eigval": Case("neg_eigval", (70,), flags=(("allow_neg_eigval", True),)),
     "given_beta": Case("given_beta", (70,), flags=(("use_beta_sigmoid_in_kernel", False),)),
+    "segments": Case("segments", (300, 0, 600), flags=(("use_intracard_cp", True),)),
+    "dense_segments": Case(
+        "dense_segments", (300, 300), packed=False, state_dtype=None,
+        flags=(("use_intracard_cp", True),),
+    ),
 }  # fmt: skip
 
 
 def problem_of(call):
-    return check.to_problem(**{**KEYWORDS, **make_inputs(CALLS[call])})[1]
+    return check.to_problem(**bind(**make_inputs(CALLS[call]))[1])[1]
 
 
 def test_the_calls_have_every_feature_between_them():
@@ -47,9 +53,8 @@ def test_the_calls_have_every_feature_between_them():
 
 def compile_call(shipped, call, final_state, force):
     force(shipped)
-    args, problem = check.to_problem(
-        **{**KEYWORDS, **make_inputs(call), "output_final_state": final_state}
-    )
+    _, keywords = bind(**make_inputs(call), output_final_state=final_state)
+    args, problem = check.to_problem(**keywords)
     plan = planner.plan(problem, OFFERS)
     assert plan.variant == shipped.variant
     with compiling() as kernels:
@@ -60,12 +65,12 @@ def compile_call(shipped, call, final_state, force):
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_a_variant_compiles_for_every_kind_of_call_without_spilling(variant, call, force, tmp_path):
-    if variant.lacks & problem_of(call).features:
+    if not planner.runs(variant.variant, problem_of(call), *OFFERS):
         pytest.skip("no plan pairs them")
-    prepare, recurrence = compile_call(variant, CALLS[call], call != "dense", force)
+    kernels = compile_call(variant, CALLS[call], call != "dense", force)
+    assert len(kernels) == (4 if "segments" in call else 2)
     # a few saved registers outside the loops are harmless; spilled accumulators take 500 bytes up
-    assert sass(prepare.asm["cubin"], tmp_path).stack <= 96
-    assert sass(recurrence.asm["cubin"], tmp_path).stack <= 96
+    assert max(sass(kernel.asm["cubin"], tmp_path).stack for kernel in kernels) <= 96
 
 
 @pytest.mark.parametrize("variant", [x for x in VARIANTS if x.variant.gluon], ids=str)
@@ -74,6 +79,14 @@ def test_the_recurrence_waits_for_its_products_only_where_the_source_does(varian
     found = sass(recurrence.asm["cubin"], tmp_path)
     assert found.wgmma == 24  # 8 + 8 for x and o, 4 + 4 for the state and o, 64 tokens a step
     assert found.wgmma_waits == 3
+
+
+@pytest.mark.parametrize("variant", [x for x in VARIANTS if x.variant.gluon], ids=str)
+def test_the_prescan_waits_for_its_products_only_where_the_source_does(variant, force, tmp_path):
+    _, scan, _, _ = compile_call(variant, CALLS["segments"], True, force)
+    found = sass(scan.asm["cubin"], tmp_path)
+    assert found.wgmma == 12  # 8 for x, 4 for the state
+    assert found.wgmma_waits == 2
 
 
 @pytest.mark.parametrize("variant", [x for x in VARIANTS if x.variant.gluon], ids=str)

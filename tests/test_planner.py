@@ -10,6 +10,7 @@ import pytest
 import kda
 from kda import planner, tuning, workspace
 from kda.contract import Device, Feature, Offer, Plan, Problem, Variant
+from kernels_triton import GLUON_FEATURES
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDS = frozenset({Feature.GATE_BOUNDED, Feature.PACKED})
@@ -79,14 +80,6 @@ def test_each_missing_feature_alone_rejects_and_is_named(feature):
     assert why == f"it does not support {feature.value}"
 
 
-def test_a_forced_split_raises_until_it_exists_and_other_values_plan_serial():
-    with pytest.raises(kda.NotSplittableError, match="use_intracard_cp=True"):
-        planner.plan(problem(use_intracard_cp=True), (TRITON,))
-    assert issubclass(kda.NotSplittableError, ValueError)
-    for value in ("auto", False):
-        assert planner.plan(problem(use_intracard_cp=value), (TRITON,)).segments == 1
-
-
 @pytest.mark.parametrize("backend", tuning.RULES)
 @pytest.mark.parametrize(
     ("asked", "tokens_of_longest"),
@@ -134,7 +127,7 @@ def test_the_first_rule_that_applies_wins_and_the_reason_has_its_source(
 @pytest.mark.parametrize("backend", tuning.RULES)
 def test_some_rule_applies_to_every_call(backend):
     last = tuning.RULES[backend][-1]
-    assert (last.min_programs, last.min_len, last.lacks) == (0, 0, frozenset())
+    assert (last.min_programs, last.min_len) == (0, 0)
     assert not last.variant.gluon
     for rule in tuning.RULES[backend]:
         if backend == "triton":  # what each language's prepare is written for
@@ -145,14 +138,12 @@ def test_some_rule_applies_to_every_call(backend):
 
 
 @pytest.mark.parametrize("feature", [None, *Feature])
-@pytest.mark.parametrize("gluon", [True, False])
-def test_a_variant_is_given_to_no_call_that_its_rule_or_the_device_excludes(feature, gluon):
+@pytest.mark.parametrize("gluon", [None, ALL, GLUON_FEATURES])
+def test_a_gluon_variant_is_given_to_no_call_that_it_or_the_device_cannot_run(feature, gluon):
     features = frozenset({feature} if feature else ())
     for lens in ((8192,), (64,) * 100):
         plan = planner.plan(problem(lens, features=features), (TRITON._replace(gluon=gluon),))
-        rules = [r for r in tuning.RULES["triton"] if r.variant == plan.variant]
-        assert any(not r.lacks & features for r in rules)
-        assert gluon or not plan.variant.gluon
+        assert plan.variant.gluon == (gluon is not None and features <= gluon and len(lens) == 1)
 
 
 def test_plans_of_many_lengths_do_not_pile_up():

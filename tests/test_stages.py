@@ -58,14 +58,14 @@ def test_prepare_fills_the_workspace_as_the_equations_say(case, target):
         q, k, beta = (x.square().mean(0).sqrt() for x in (s.q, s.k, s.beta))
         entry = (q * k).sum(-1) * beta / HEAD_DIM**0.5
         for name in ("nkd", "qd", "kr", "m"):
-            got, ref = getattr(ws, name)[tiles], getattr(want, name)
+            got, ref = getattr(ws.views(), name)[tiles], getattr(want, name)
             got, ref = (x.transpose(1, 2).flatten(0, 1) for x in (got, ref))  # [rows, HV, columns]
             size = entry if name == "m" else flushed
             assert_close(f"{name} of sequence {n}", got, ref, size, limit)
             assert not got[len(s.q) :].any(), f"{name} of sequence {n} has rows past its end"
         live = len(s.q) - (len(got) - plan.step)  # of the last tile
         assert not got[-plan.step :, :, live:].any(), f"m of sequence {n} has columns past its end"
-        assert_close(f"gamma of sequence {n}", ws.gamma[tiles], want.gamma, flushed, GAMMA)
+        assert_close(f"gamma of sequence {n}", ws.views().gamma[tiles], want.gamma, flushed, GAMMA)
 
 
 @pytest.mark.parametrize("case", STAGED, ids=lambda c: c.name)
@@ -76,7 +76,8 @@ def test_recurrence_reads_the_workspace_as_the_equations_say(case, target):
     want_final = torch.stack([s.state for s in reference.sequences(**call)])
     for n, s, tiles in steps_of(call, plan):
         steps = reference.prepare(s, plan.step, rounded=True)
-        for region, x in zip(ws, steps, strict=True):
+        for name, x in steps._asdict().items():
+            region = getattr(ws.views(), name)
             region[tiles] = x.to(region.dtype)
         o, want_final[n] = reference.recurrence(steps, s.v, s.state)
         want_o[s.b, s.start : s.start + len(s.q)] = o

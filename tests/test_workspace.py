@@ -9,40 +9,52 @@ import kda
 from kda import tuning, varlen, workspace
 from kda.contract import HEAD_DIM, Args, Gate, Plan, Variant
 
-SHAPES = [(1, 1, 16), (3, 2, 16), (5, 3, 32), (2, 12, 64), (7, 1, 64)]
+TMA_LINE = 128  # bytes
+SHAPES = [(1, 1, 16, 0), (3, 2, 16, 3), (5, 3, 32, 0), (2, 12, 64, 1), (7, 1, 64, 5)]
 
 
-def plan_of(tiles: int, HV: int, step: int) -> Plan:
-    size = workspace.size(tiles, HV, step)
-    return Plan("torch", "", (), Variant(step // 16, 128), HV, HV, 1, tiles, tiles, 1, size)
+def plan_of(tiles: int, HV: int, step: int, places: int) -> Plan:
+    return Plan(
+        backend="torch", reason="", rejected=(), variant=Variant(step // 16, 128), H=HV, HV=HV, N=1,
+        tiles=tiles, max_steps=tiles, segment=step if places else 0, segments=max(places, 1),
+        places=places, recurrences=1, critical_steps=tiles,
+        workspace_bytes=workspace.size(tiles, HV, step, places),
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize(("tiles", "HV", "step"), SHAPES)
-def test_regions_are_aligned_and_neither_overlap_nor_leave_the_buffer(tiles, HV, step):
-    placed = workspace.place(tiles, HV, step)
-    assert [p.region.name for p in placed] == list(workspace.Workspace._fields)
+@pytest.mark.parametrize(("tiles", "HV", "step", "places"), SHAPES)
+def test_regions_are_whole_lines_and_neither_overlap_nor_leave_the_buffer(tiles, HV, step, places):
+    placed = workspace.place(tiles, HV, step, places)
+    assert [p.region.name for p in placed] == list(workspace.Views._fields)
     for p, following in zip(placed, [*placed[1:], None], strict=True):
-        assert p.start % workspace.ALIGNMENT == 0
-        limit = following.start if following else workspace.size(tiles, HV, step)
+        assert p.start % TMA_LINE == 0
+        limit = following.start if following else workspace.size(tiles, HV, step, places)
         assert p.start + p.nbytes <= limit
         assert p.nbytes == torch.Size(p.shape).numel() * p.region.dtype.itemsize
 
 
-@pytest.mark.parametrize(("tiles", "HV", "step"), SHAPES)
-def test_the_views_are_the_table_and_a_write_to_one_changes_no_other(tiles, HV, step):
-    ws = workspace.carve(plan_of(tiles, HV, step), torch.empty(0))
-    for value, (view, p) in enumerate(zip(ws, workspace.place(tiles, HV, step), strict=True)):
+@pytest.mark.parametrize(("tiles", "HV", "step", "places"), SHAPES)
+def test_the_views_are_the_table_and_a_write_to_one_changes_no_other(tiles, HV, step, places):
+    ws = workspace.carve(plan_of(tiles, HV, step, places), torch.empty(0))
+    regions = zip(ws.views(), ws.at, workspace.place(tiles, HV, step, places), strict=True)
+    for value, (view, at, p) in enumerate(regions):
         assert view.shape == p.shape
         assert view.dtype is p.region.dtype
         assert view.is_contiguous()
+        assert at.dtype is view.dtype
+        assert not view.numel() or at.data_ptr() == view.data_ptr()
         view.fill_(value)
-    assert all(bool((view == value).all()) for value, view in enumerate(ws))
+    assert all(bool((view == value).all()) for value, view in enumerate(ws.views()))
 
 
 @pytest.mark.parametrize(("step", "per_token_and_head"), [(16, 832), (64, 904)])
 def test_a_padded_token_and_head_takes_the_documented_bytes(step, per_token_and_head):
     tiles, HV = 64, 8
     assert workspace.size(tiles, HV, step) == tiles * step * HV * per_token_and_head
+
+
+def test_a_place_of_a_segment_takes_two_states_a_head():
+    assert workspace.size(3, 8, 64, 5) - workspace.size(3, 8, 64) == 5 * 8 * 2 * 128 * 128 * 4
 
 
 @pytest.mark.parametrize("sequences", [{"B": 2}, {"N": 5}, {"N": 1}])
@@ -69,7 +81,7 @@ def args_of(**changes) -> Args:
     v = torch.empty(2, 3, 4, HEAD_DIM, dtype=torch.bfloat16)
     empty = Args(
         *(v, v, v, v, v[..., 0], None, None, Gate.BOUNDED, -5.0, 1.0, True, True, False),
-        *(None, None, None, None, True, None),
+        *(None, None, None, True, None, None),
     )
     return empty._replace(**changes)
 
