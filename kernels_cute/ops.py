@@ -12,7 +12,7 @@ except ImportError:  # before 4.8
 __all__ = [
     "SmemAllocator", "element", "ex2", "first_tile", "floats_of", "heads_first", "last_from",
     "offset", "pack", "pair_at", "part", "put4", "rcp", "rows", "segment_at", "select",
-    "sequence_bounds", "sequence_of_tile",
+    "sequence_bounds", "sequence_of_tile", "words_of",
 ]  # fmt: skip
 
 F32, I32, I64 = cutlass.Float32, cutlass.Int32, cutlass.Int64
@@ -69,10 +69,15 @@ def rcp(x: F32) -> F32:
     )
 
 
-def floats_of(pair: cute.Tensor) -> list[F32]:
-    """Four bf16 in two words, widened in two integer steps a word."""
+def words_of(pair: cute.Tensor) -> cute.Tensor:
+    """Two words of memory in registers."""
     words = cute.make_rmem_tensor(2, U32)
     cute.autovec_copy(pair, words)
+    return words
+
+
+def floats_of(words: cute.Tensor) -> list[F32]:
+    """Four bf16 in two words, widened in two integer steps a word."""
     found = []
     for i in range(2):
         found += cute.arch.inline_ptx(

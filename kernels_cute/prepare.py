@@ -50,6 +50,7 @@ from kernels_cute.ops import (
     select,
     sequence_bounds,
     sequence_of_tile,
+    words_of,
 )
 
 BF16, F16, F32 = cutlass.BFloat16, cutlass.Float16, cutlass.Float32
@@ -366,7 +367,7 @@ class Prepare:
         sums = cute.make_rmem_tensor(cute.make_layout((4, 16)), F32)
         total = [F32(0.0)] * 4
         for r in cutlass.range_constexpr(16):
-            x = floats_of(g_w[None, at[r]])
+            x = floats_of(words_of(g_w[None, at[r]]))
             for i in cutlass.range_constexpr(4):
                 total[i] = total[i] + rcp(1.0 + ex2(x[i] * factor + bias[i]))
                 sums[i, r] = total[i]
@@ -393,9 +394,11 @@ class Prepare:
         decay = [[ex2(totals[i, lane, n]) for i in range(4)] for n in range(4)]
         back = select(p % 2 == 0, F32(1.0), F32(0.0))
         from_anchor = [total[i] * back for i in range(4)]  # the first chunk of a pair: from its end
-        d01 = [decay[0][i] * decay[1][i] for i in range(4)]
-        d01_scale = [d01[i] * scale for i in range(4)]
-        d0_scale = [decay[0][i] * scale for i in range(4)]
+        # of the first half from the step's start to the anchor, of the second to its own start
+        before = [
+            select(p < 2, decay[0][i], decay[0][i] * decay[1][i]) for i in range(4)
+        ]
+        before_scale = [before[i] * scale for i in range(4)]
         if p == 0:
             for i in cutlass.range_constexpr(4):
                 whole = (decay[0][i] * decay[1][i]) * (decay[2][i] * decay[3][i])
@@ -403,9 +406,17 @@ class Prepare:
 
         nkd_at = operands + (I64(i_w) * C + row_0) * (2 * D) + lane * 8
         qd_at = nkd_at + I64(region) * (C * 2 * D)
+        rates = view(base, F32, NORMS, cute.make_layout((4, 4, 4, 2)))
+        q_rates, k_rates = (cute.make_rmem_tensor(4, F32) for _ in range(2))
+        q_words, k_words = words_of(q_w[None, at[0]]), words_of(k_w[None, at[0]])
         for r in cutlass.range_constexpr(16):
-            q, k = floats_of(q_w[None, at[r]]), floats_of(k_w[None, at[r]])
-            q_rate, k_rate = norms[row_0 + r], norms[C + row_0 + r]
+            if cutlass.const_expr(r % 4 == 0):
+                cute.autovec_copy(rates[None, r // 4, p, 0], q_rates)
+                cute.autovec_copy(rates[None, r // 4, p, 1], k_rates)
+            q, k, q_rate, k_rate = floats_of(q_words), floats_of(k_words), q_rates[r % 4], k_rates[r % 4]
+            if cutlass.const_expr(r < 15):
+                # before the stores of this row, which the compiler takes for stores to the next
+                q_words, k_words = words_of(q_w[None, at[r + 1]]), words_of(k_w[None, at[r + 1]])
             c = [sums[i, r] * lower_bound_log2 - from_anchor[i] for i in range(4)]
             e = [ex2(c[i]) for i in range(4)]
             qe = [(q[i] * q_rate) * e[i] for i in range(4)]
@@ -420,12 +431,12 @@ class Prepare:
                 kh = [kx[i] * decay[1][i] * decay[2][i] for i in range(4)]
                 put4("bf16", kx_w[None, at[r]], kh)
                 put4("f16", kr_w[None, at[r]], [kh[i] * decay[3][i] for i in range(4)])
-                put4("bf16", qd, [qe[i] * d0_scale[i] for i in range(4)])
-                put4("bf16", nkd, [ke[i] * -decay[0][i] for i in range(4)])
+                put4("bf16", qd, [qe[i] * before_scale[i] for i in range(4)])
+                put4("bf16", nkd, [ke[i] * -before[i] for i in range(4)])
             else:
                 put4("f16", kr_w[None, at[r]], [kx[i] * decay[3][i] for i in range(4)])
-                put4("bf16", qd, [qe[i] * decay[2][i] * d01_scale[i] for i in range(4)])
-                put4("bf16", nkd, [ke[i] * decay[2][i] * -d01[i] for i in range(4)])
+                put4("bf16", qd, [qe[i] * decay[2][i] * before_scale[i] for i in range(4)])
+                put4("bf16", nkd, [ke[i] * decay[2][i] * -before[i] for i in range(4)])
 
     @cute.jit
     def norm(
