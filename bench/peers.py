@@ -58,6 +58,8 @@ class Kda:
             "reason": plan.reason,
             "segments": plan.segments,
             "auto": auto_backend(call),
+            "serial_us": plan.serial_us or None,
+            "split_us": plan.split_us or None,
             "workspace_bytes": plan.workspace_bytes,
         }
         return *self.run(call), facts

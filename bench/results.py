@@ -43,6 +43,8 @@ class Row(TypedDict, total=False):
     reason: str  # the plan's own
     auto: str  # what backend="auto" takes here
     segments: int  # 1: every sequence is run serially
+    serial_us: float  # what the planner predicts after prepare, if it does
+    split_us: float
     workspace_bytes: int
     bytes: int  # that the call's tensors take, read or written once
     floor_ms: float  # for q, k, v, g and o at the measured copy bandwidth
@@ -56,6 +58,8 @@ class Row(TypedDict, total=False):
     ms_graph_p20: float
     ms_graph_p80: float
     ms_prepare: float  # stages, by graph
+    ms_scan: float  # with segments
+    ms_merge: float
     ms_recurrence: float
     host_us: float  # wall time of a call that does not wait for the device
     host_us_frozen: float  # with the garbage collector's old objects frozen

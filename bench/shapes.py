@@ -52,14 +52,14 @@ GROUPS = {
     ),
     "FlashKDA": (*flash_kda(64), *flash_kda(96)),
     "production": tuple(dense(H, 8192) for H in (32, 24, 16, 12)),
-    "other": (
-        packed(64, "256x32", *(32,) * 256),
-        dense(16, 8192, HV=32),
-        *(dense(H, T) for H in (16, 12) for T in (1024, 65536)),
-        dense(8, 1025),
-        dense(8, 8192),
-        dense(4, 8192),
+    "grid": tuple(
+        dense(H, T) for H in (96, 64, 32, 16, 12, 8, 4) for T in (512, 1024, 4096, 8192, 16384)
     ),
+    "growth": tuple(dense(8, 2**i) for i in range(13, 19)),
+    "sequences": tuple(
+        packed(8, f"{N}x{65536 // N}", *(65536 // N,) * N) for N in (1, 4, 16, 64, 256, 1024)
+    ),
+    "other": (packed(64, "256x32", *(32,) * 256), dense(16, 8192, HV=32), dense(8, 1025)),
 }
 
 LONG_AND_RAGGED = {
@@ -86,7 +86,9 @@ def accuracy(H: int, *seq_lens: int) -> tuple[Case, ...]:
 
 CASES = {
     "prefill": tuple({c.name: c for group in GROUPS.values() for c in group}.values()),
-    "cp": tuple(packed(H, name, *n) for H in (8, 4) for name, n in LONG_AND_RAGGED.items()),
+    "cp": tuple(
+        packed(H, name, *n) for H in (8, 4, 12, 16, 32) for name, n in LONG_AND_RAGGED.items()
+    ),
     "accuracy": accuracy(8, 1024, 300, 65),
     "host": (dense(8, 512), packed(8, "64x128", *(128,) * 64), dense(64, 8192)),
 }
@@ -115,7 +117,7 @@ def worth(provider: str, topic: str, case: Case, on_gpu: bool) -> bool:
         if topic == "accuracy":
             return case.gate in ("usual", "weak") and case.cosine in (0, 0.9) and provider == "fla"
         if topic == "prefill":
-            return case.H in (64, 96) and provider == "fla"
+            return case.H in (8, 64, 96) and provider == "fla"
         return case.H == 8 and case.packed
     return True
 

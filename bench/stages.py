@@ -23,8 +23,7 @@ class Parts(NamedTuple):
     plan_new: Callable[[], Any]
     allocate: Callable[[], Any]
     launch: Callable[[], Any]
-    prepare: Callable[[], Any]
-    recurrence: Callable[[], Any]
+    stages: dict[str, Callable[[], Any]]  # in their order
 
 
 def parts(call: dict[str, Any]) -> Parts:
@@ -47,20 +46,15 @@ def parts(call: dict[str, Any]) -> Parts:
     plan_once = plan()
     ready, ws = allocate()
     kernels = registry.load(plan_once.backend)
-    launches = (
-        partial(getattr(kernels, name), ready, plan_once, ws)
-        for name in ("launch", "prepare", "recurrence")
-    )
-    return Parts(to_problem, plan, plan_new, allocate, *launches)
+    names = ("prepare", *(("scan", "merge") if plan_once.segment else ()), "recurrence")
+    stages = {name: partial(getattr(kernels, name), ready, plan_once, ws) for name in names}
+    launch = partial(kernels.launch, ready, plan_once, ws)
+    return Parts(to_problem, plan, plan_new, allocate, launch, stages)
 
 
 def times(call: dict[str, Any], on: torch.device) -> dict[str, Any]:
     """Each stage alone, as the plan launches it."""
-    of = parts(call)
-    return {
-        "ms_prepare": timing.stage_ms(of.prepare, on),
-        "ms_recurrence": timing.stage_ms(of.recurrence, on),
-    }
+    return {f"ms_{name}": timing.stage_ms(run, on) for name, run in parts(call).stages.items()}
 
 
 def host_times(call: dict[str, Any], on: torch.device) -> dict[str, Any]:

@@ -59,6 +59,8 @@ def speed(df: pd.DataFrame) -> pd.DataFrame:
         "ms [p20, p80]": timed(spread, df.red, "{:.3f} [{:.3f}, {:.3f}]"),
         "graph ms": df.ms_graph.round(4),
         "prepare": df.ms_prepare.round(4),
+        "scan": df.ms_scan.round(4),
+        "merge": df.ms_merge.round(4),
         "recurrence": df.ms_recurrence.round(4),
         "host us": df.host_us.round(0),
         "floor ms": df.floor_ms.round(4),
@@ -79,10 +81,13 @@ def modes(df: pd.DataFrame) -> pd.DataFrame:
     times = ours.pivot_table(index=keys, columns="cp", values="ms", sort=False)
     times = times.reindex(columns=["auto", "off", "forced"])
     auto = ours[ours.cp == "auto"].drop_duplicates(keys).set_index(keys).reindex(times.index)
+    prepare = 1e3 * auto.ms_prepare
     shown = {
         "runs": engaged(auto.segments),
         **{f"{mode} ms": times[mode].round(4) for mode in times},
         "auto / best": (times.auto / times[["off", "forced"]].min(axis=1)).round(3),
+        "forced / off": (times.forced / times.off).round(3),
+        "predicted": ((prepare + auto.split_us) / (prepare + auto.serial_us)).round(3),
         "x floor": auto.x_floor.round(2),
         "x fla": auto.x_fla.round(2),
         "x fla_cp": auto.x_fla_cp.round(2),

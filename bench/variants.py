@@ -1,7 +1,8 @@
 """`python -m bench.variants`: each stage under each variant, the measurements behind kda/tuning.py.
 
-A file of its own form: {"meta", "rows": [{H, N, length, variant, us_prepare, us_recurrence}]}, with
-length by `varlen.typical_length` and variant as the fields of `kda.contract.Variant`.
+A file of its own form: {"meta", "rows": [{H, N, length, variant, segments, us_prepare, us_scan,
+us_merge, us_recurrence}]}, with length by `varlen.typical_length` and variant as the fields of
+`kda.contract.Variant`. Rows with several segments are forced into them.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bench import results, shapes, stages, timing
-from kda import planner, tuning, varlen
-from kda.contract import HEAD_DIM, Variant
+from bench.shapes import dense
+from kda import planner, registry, segments, tuning, varlen
+from kda.contract import HEAD_DIM, Feature, Variant
+from kda.device import facts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -42,31 +45,52 @@ CASES = (
 )
 
 
-def rows(cases: Iterable[Case], backend: str, device: torch.device) -> Iterator[dict[str, Any]]:
-    shipped = tuning.RULES[backend]
-    for case in cases:
+SPLIT = {
+    dense(8, 65536): (4, 8, 16),
+    dense(16, 32768): (2, 3, 4, 8),
+    dense(4, 32768): (8, 16, 32),
+    dense(8, 8192): (2, 4, 8),
+    dense(32, 32768): (2, 4),
+}
+
+
+def rows(
+    cases: Iterable[Case], splits: dict[Case, tuple[int, ...]], backend: str, device: torch.device
+) -> Iterator[dict[str, Any]]:
+    shipped, counts_to_try = tuning.RULES[backend], segments.counts_to_try
+    asked = [(case, 1, tuple(TRIED[backend])) for case in cases]
+    if Feature.SEGMENTS in registry.offer(backend, facts(device)).features:
+        own = tuple(rule.variant for rule in shipped)
+        asked += [(case, count, own) for case, counts in splits.items() for count in counts]
+    for case, count, variants in asked:
         call = shapes.make_call(case, device) | {"output_final_state": True, "backend": backend}
+        call["use_intracard_cp"] = count > 1
         B, T = call["q"].shape[:2]
         N = len(case.seq_lens)
-        for variant in TRIED[backend]:
+        for variant in variants:
             tuning.RULES[backend] = (tuning.Rule(0, 0, variant, "under trial"),)
+            segments.counts_to_try = lambda *_, count=count: [count]
             planner.plan.cache_clear()
             try:
                 ms = stages.times(call, device)
             finally:
-                tuning.RULES[backend] = shipped
+                tuning.RULES[backend], segments.counts_to_try = shipped, counts_to_try
                 planner.plan.cache_clear()
             yield {
                 "H": case.HV,
                 "N": N,
                 "length": varlen.typical_length(B, T, N, case.seq_lens),
                 "variant": list(variant),
-                "us_prepare": 1e3 * ms["ms_prepare"],
-                "us_recurrence": 1e3 * ms["ms_recurrence"],
+                "segments": count,
+                **{name.replace("ms_", "us_"): 1e3 * x for name, x in ms.items()},
             }
 
 
-def main(argv: Sequence[str] | None = None, cases: Iterable[Case] = CASES) -> Path:
+def main(
+    argv: Sequence[str] | None = None,
+    cases: Iterable[Case] = CASES,
+    splits: dict[Case, tuple[int, ...]] = SPLIT,
+) -> Path:
     p = argparse.ArgumentParser(prog="python -m bench.variants", description=__doc__)
     p.add_argument("--backend", choices=TRIED, default="triton")
     p.add_argument("--out", type=Path, help="results file.json or folder (bench/results)")
@@ -74,7 +98,7 @@ def main(argv: Sequence[str] | None = None, cases: Iterable[Case] = CASES) -> Pa
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     meta = results.meta(device, timing.copy_bandwidth(device), timing.protocol(False))
     found = []
-    for row in rows(cases, options.backend, device):
+    for row in rows(cases, splits, options.backend, device):
         found.append(row)
         print(*row.values(), flush=True)
     path = results.path_for(options.out, meta, "variants")

@@ -144,6 +144,8 @@ class Plan(NamedTuple):
     places: int  # for the states of segments, per value head; 0 = serial
     recurrences: int  # per value head: N, or with segments no fewer than all of them
     critical_steps: int  # one after the other: max_steps, or a segment's pre-scan and recurrence
+    serial_us: float  # predicted after prepare: whole sequences, and the best split; 0: not
+    split_us: float
     workspace_bytes: int
 
     @property

@@ -49,14 +49,16 @@ CUTE: tuple[Rule, ...] = (
 # Segments (intra-card context parallelism) are chosen by predictions from these.
 SMS = 132  # of the device that they were measured on
 START_US = 4.0  # a launch and its first step
+IDLE_PART = 0.05  # of a recurrence: what idle launches may take, where lengths are not known
 MERGE_US = 2.4  # a product of the chain that merges segments
 PACES_SOURCE = "fallback: made by hand"
 
 PACES = {
     Variant(4, 128, 4, 8, 2, gluon=True): Paces(Pace((1.75,), 0.0219), Pace((1.3,), 0.0094)),
     Variant(4, 64, 4, 4, 3, gluon=True): Paces(Pace((1.0,), 0.0109), Pace((0.72, 1.0), 0.0047)),
-    Variant(4, 128, 4, 8, 3): Paces(Pace((1.36,), 0.0219), Pace((0.8,), 0.006)),
-    Variant(4, 64, 4, 4, 3): Paces(Pace((0.81,), 0.0109), Pace((0.8,), 0.006)),
+    # CuTeDSL. A program of its scan has rows of Z and of P: a step of one is a step of two here.
+    Variant(4, 128, 4, 8, 3): Paces(Pace((1.75,), 0.0237), Pace((0.83, 0.83), 0.0032)),
+    Variant(4, 64, 4, 4, 3): Paces(Pace((0.8,), 0.0107), Pace((0.83, 0.83), 0.0032)),
     Variant(1, 64, 2, 4, 3): Paces(Pace((0.7, 0.93), 0.0034), Pace((0.5, 0.7), 0.0024)),
 }
 

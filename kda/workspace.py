@@ -105,15 +105,15 @@ def place(tiles: int, HV: int, step: int, places: int) -> tuple[Placed, ...]:
         count = tiles if region.per == "tile" else places
         shape = (count, HV, *(sizes[d] for d in region.dims))
         nbytes = prod(shape) * region.dtype.itemsize
-        placed.append(Placed(region, shape, start, nbytes))
+        # an empty region after the others would lie outside the buffer, where no pointer may point
+        placed.append(Placed(region, shape, start if nbytes else 0, nbytes))
         start += nbytes
     return tuple(placed)
 
 
 def size(tiles: int, HV: int, step: int, places: int = 0) -> int:
     """Bytes of the buffer."""
-    last = place(tiles, HV, step, places)[-1]
-    return last.start + last.nbytes
+    return sum(p.nbytes for p in place(tiles, HV, step, places))
 
 
 def carve(plan: Plan, like: Tensor) -> Workspace:

@@ -100,15 +100,15 @@ class Merge:
             acc = cute.make_rmem_tensor(cute.make_layout((2, ROWS)), F32)
             acc.fill(0.0)
             rows = cute.make_rmem_tensor(cute.make_layout((4, ROWS // 4)), F32)
-            P_at += stride
+            if i + 1 < products:  # else the last one again: a branch each would part the products
+                P_at += stride
             for k in cutlass.range_constexpr(DEPTH):
                 cute.autovec_copy(s_S4[None, None, part * DEPTH + k], rows)
                 now = flat(rows, ROWS)
                 for r in cutlass.range_constexpr(ROWS):
                     for e in cutlass.range_constexpr(2):
                         acc[e, r] = acc[e, r] + now[r] * P[e, k]
-                if i + 1 < products:
-                    cute.autovec_copy(pair(P_at + k * (D * 4)), P[None, k])
+                cute.autovec_copy(pair(P_at + k * (D * 4)), P[None, k])
             for r in cutlass.range_constexpr(ROWS):
                 cute.autovec_copy(acc[None, r], s_sum[None, column, r, part])
             cute.arch.barrier()

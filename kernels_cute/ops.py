@@ -28,10 +28,13 @@ def rows(dtype, address: I64, count: I32, columns: int) -> cute.Tensor:
 
 def heads_first(dtype, address: I64, B: I32, T: I32, heads: I32, b: I64, t: I64, h: I64):
     """[B, T, heads, D] with element strides b, t, h as a tensor (T, D, heads, B). The checks found
-    whole 16-byte lines."""
+    whole 16-byte lines, but the stride of a dimension of one element may be anything in torch."""
     ptr = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16)
     line = 128 // dtype.width
-    b, t, h = (cute.assume(stride, divby=line) for stride in (b, t, h))
+    b, t, h = (
+        cute.assume(select(size > 1, stride, I64(D)), divby=line)
+        for size, stride in ((B, b), (T, t), (heads, h))
+    )
     return cute.make_tensor(ptr, cute.make_layout((T, D, heads, B), stride=(t, 1, h, b)))
 
 

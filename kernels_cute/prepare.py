@@ -395,9 +395,7 @@ class Prepare:
         back = select(p % 2 == 0, F32(1.0), F32(0.0))
         from_anchor = [total[i] * back for i in range(4)]  # the first chunk of a pair: from its end
         # of the first half from the step's start to the anchor, of the second to its own start
-        before = [
-            select(p < 2, decay[0][i], decay[0][i] * decay[1][i]) for i in range(4)
-        ]
+        before = [select(p < 2, decay[0][i], decay[0][i] * decay[1][i]) for i in range(4)]
         before_scale = [before[i] * scale for i in range(4)]
         if p == 0:
             for i in cutlass.range_constexpr(4):
@@ -413,7 +411,12 @@ class Prepare:
             if cutlass.const_expr(r % 4 == 0):
                 cute.autovec_copy(rates[None, r // 4, p, 0], q_rates)
                 cute.autovec_copy(rates[None, r // 4, p, 1], k_rates)
-            q, k, q_rate, k_rate = floats_of(q_words), floats_of(k_words), q_rates[r % 4], k_rates[r % 4]
+            q, k, q_rate, k_rate = (
+                floats_of(q_words),
+                floats_of(k_words),
+                q_rates[r % 4],
+                k_rates[r % 4],
+            )
             if cutlass.const_expr(r < 15):
                 # before the stores of this row, which the compiler takes for stores to the next
                 q_words, k_words = words_of(q_w[None, at[r + 1]]), words_of(k_w[None, at[r + 1]])

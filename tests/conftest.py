@@ -12,7 +12,7 @@ from cases import make_inputs
 import kda
 import kernels_cute
 import kernels_triton
-from kda import check, device, planner, portable, registry, tuning, workspace
+from kda import check, device, planner, portable, registry, segments, tuning, workspace
 from kda.contract import HEAD_DIM, Args, Feature, Plan, Variant
 from kda.prefill import bind
 
@@ -134,8 +134,8 @@ def shipped(request: pytest.FixtureRequest, force: Any) -> Shipped:
 def split(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes the planner split the longest sequence into so many segments until the test ends."""
 
-    def split(segments: int) -> None:
-        monkeypatch.setattr(planner, "counts_to_try", lambda *_: [segments])
+    def split(count: int) -> None:
+        monkeypatch.setattr(segments, "counts_to_try", lambda *_: [count])
         planner.plan.cache_clear()
 
     yield split

@@ -233,7 +233,7 @@ def test_flas_split_gets_offsets_for_a_dense_call_and_refuses_a_batch():
 def test_the_published_sets_are_complete():
     sizes = {name: len(cases) for name, cases in shapes.GROUPS.items()}
     assert (sizes["cuLA, fixed"], sizes["cuLA, packed"], sizes["FlashKDA"]) == (10, 18, 6)
-    assert len(shapes.CASES["cp"]) == 2 * 16
+    assert len(shapes.CASES["cp"]) == 5 * 16
     assert len(shapes.CASES["accuracy"]) == 6 * 4
     for cases in (*shapes.CASES.values(), *shapes.QUICK.values()):
         assert len({c.name for c in cases}) == len(cases)
@@ -247,7 +247,7 @@ def test_slow_providers_run_where_a_person_would_wait_for_them():
     slow = {(job.case.H, p.name) for job in run for p in job.providers} - {
         (job.case.H, name) for job in run for name in ("triton", "cute")
     }
-    assert slow == {(64, "fla"), (96, "fla"), (64, "torch")}
+    assert slow == {(8, "fla"), (64, "fla"), (96, "fla"), (64, "torch")}
     everywhere = jobs(parse(["prefill", "--everywhere"]), "prefill", True)
     assert all(len(job.providers) == len(peers.PROVIDERS) for job in everywhere)
 

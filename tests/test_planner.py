@@ -165,7 +165,7 @@ def test_equal_problems_have_equal_plans_whatever_was_planned_before():
 def test_problem_device_and_plan_hold_nothing_but_plain_values():
     plan = planner.plan(problem(), (CUTE_OUT, TRITON))
     device = Device("cuda", 0, "x", (9, 0), 132)
-    plain = (int, str, bool, tuple, frozenset, type(None), Feature)
+    plain = (int, float, str, bool, tuple, frozenset, type(None), Feature)
     for record in (problem(), device, plan, CUTE_OUT):
         assert all(isinstance(x, plain) for x in record)
         hash(record)

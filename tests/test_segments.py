@@ -13,7 +13,7 @@ from cases import BF16, Case, make_inputs
 from compare import INTERPRETED, assert_call, assert_close, limit_of
 
 import kda
-from kda import planner, reference, tuning, varlen
+from kda import planner, reference, segments, tuning, varlen
 from kda.contract import Feature, Offer, Problem
 from kda.varlen import ceil_div
 
@@ -50,6 +50,7 @@ def test_auto_splits_long_sequences_of_few_heads_and_says_what_it_expects(lens, 
     assert plan.segments > 1
     assert plan.segments == ceil_div(max(lens), plan.segment)
     assert plan.critical_steps < plan.max_steps
+    assert 0 < plan.split_us < plan.serial_us
     for word in (f"split: {plan.segments} segments", "predicted", tuning.PACES_SOURCE):
         assert word in plan.reason
 
@@ -69,18 +70,32 @@ def test_auto_stays_serial_where_a_split_does_not_pay_and_says_why(lens, HV, why
     assert (plan.segment, plan.segments, plan.places) == (0, 1, 0)
     assert plan.critical_steps == plan.max_steps
     assert why in plan.reason
-    assert plan_of(*lens, HV=HV, use_intracard_cp=False) == plan._replace(
-        reason=plan.reason.split("; ")[0] + "; serial, as asked"
-    )
+    reason = plan.reason.split("; ")[0] + "; serial, as asked"
+    as_asked = plan._replace(reason=reason, serial_us=0.0, split_us=0.0)
+    assert plan_of(*lens, HV=HV, use_intracard_cp=False) == as_asked
+
+
+def test_unknown_lengths_are_met_with_segments_that_equal_ones_would_not_fill():
+    lens = (65536, *(1024,) * 5)
+    plan = plan_of(*lens, known=False)
+    assert plan.segment >= sum(lens) / len(lens)
+    assert plan.segments > 1
+    assert "only the device knows the lengths" in plan.reason
+    for calls in (
+        plan_of(*lens, known=False, use_intracard_cp=False),
+        plan_of(*(300,) * 6, known=False),  # idle launches would be dear
+        plan_of(*lens, known=False, HV=96),
+    ):
+        assert calls.segments == 1
 
 
 def test_auto_takes_a_split_exactly_where_its_prediction_is_lower(monkeypatch):
-    for us, segments in ((99.0, 4), (101.0, 1)):
-        best = planner.Split(2048, 32, 4, us)
-        monkeypatch.setattr(planner, "split", lambda *_, best=best: best)
-        monkeypatch.setattr(planner, "serial_us", lambda *_: 100.0)
+    for us, count in ((99.0, 4), (101.0, 1)):
+        best = segments.Split(2048, 32, 4, us)
+        monkeypatch.setattr(segments, "split", lambda *_, best=best: best)
+        monkeypatch.setattr(segments, "serial_us", lambda *_: 100.0)
         planner.plan.cache_clear()
-        assert plan_of(8192).segments == segments
+        assert plan_of(8192).segments == count
     planner.plan.cache_clear()
 
 
@@ -227,7 +242,7 @@ SMALL = (
     Case("split_ragged", (0, 16, 0, 33, 0, 1, 65), "weak", H=1, HV=1),
     Case("split_dense", (90, 90), "mixed", H=1, HV=1, packed=False),
     Case("split_no_state", (150,), "weak", H=1, HV=1, state_dtype=None),
-    Case("split_kv", (33, 64), "weak", H=1, HV=2, flags=(("state_v_first", False),)),
+    Case("split_kv", (33, 100), "weak", H=1, HV=1, flags=(("state_v_first", False),)),
     Case("split_bf16", (100,), "mixed", H=1, HV=1, state_dtype=BF16, cu_dtype=torch.int32),
 )
 LARGE = (
@@ -243,15 +258,15 @@ LARGE = (
 
 
 @pytest.mark.parametrize(
-    ("segments", "known"), [(2, True), (2, False), (4, True), (4, False), (7, True), (7, False)]
+    ("count", "known"), [(2, True), (2, False), (4, True), (4, False), (7, True), (7, False)]
 )
 @pytest.mark.parametrize("case", [*SMALL, *LARGE], ids=lambda c: c.name)
 def test_a_split_call_answers_to_the_reference_and_repeats_its_bits(
-    case, segments, known, splitting, split
+    case, count, known, splitting, split
 ):
-    if splitting.interpreted and (segments, known) != (4, False):
+    if splitting.interpreted and (count, known) != (4, False):
         pytest.skip("slow in the interpreter")
-    split(segments)
+    split(count)
     call = make_inputs(case, splitting.device)
     asked = call | {"use_intracard_cp": True}
     if known and case.packed:
