@@ -76,7 +76,7 @@ def prefill(
         use_intracard_cp: split sequences into segments that run in parallel on one GPU: "auto"
             where that is predicted to be faster, True wherever a sequence can be longer than a
             step, False never. Exact, but not bit by bit what the serial run gives.
-        backend: "auto" ("cute", then "triton", for CUDA tensors; "torch" for CPU tensors), or one
+        backend: "auto" ("torch" for CPU tensors; else "triton", "cute" being passed over), or one
             of them, which then never falls back.
 
     q, k, v, g and out may be strided: last stride 1, base address and other strides multiples of

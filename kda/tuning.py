@@ -66,6 +66,6 @@ RULES = {"cute": CUTE, "triton": TRITON, "torch": TORCH}
 
 # Backends that "auto" passes over although they could run, and why. An entry goes when a results
 # file shows that its backend is the faster one.
-NOT_FOR_AUTO = {
+NOT_FOR_AUTO: dict[str, str] = {
     "cute": '"auto" passes it over until bench/results shows it to be faster: backend="cute" asks',
 }

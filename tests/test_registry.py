@@ -188,11 +188,24 @@ def test_a_cutlass_dsl_that_does_not_import_is_a_reason(monkeypatch, installed):
     assert kernels_cute.available(H200).startswith("importing tvm_ffi failed: ModuleNotFound")
 
 
-def test_auto_passes_cute_over_without_importing_it_and_says_so(monkeypatch):
+def test_auto_passes_a_backend_over_without_importing_it_and_says_so(monkeypatch):
     monkeypatch.setattr(kernels_cute, "available", None)  # a call would raise
+    monkeypatch.setattr(tuning, "NOT_FOR_AUTO", {"cute": "not the faster one"})
     plan = planner.plan(DENSE, (*registry.offers("auto", H200)[:1], TRITON_OFFER))
     assert plan.backend == "triton"
-    assert plan.rejected == (("cute", tuning.NOT_FOR_AUTO["cute"]),)
+    assert plan.rejected == (("cute", "not the faster one"),)
+
+
+def test_what_cute_does_not_declare_falls_to_triton_with_its_reason(monkeypatch):
+    monkeypatch.setattr(tuning, "NOT_FOR_AUTO", {})
+    monkeypatch.setattr(kernels_cute, "available", lambda device: None)
+    cute = registry.offers("auto", H200)[0]
+    assert planner.plan(DENSE, (cute, TRITON_OFFER)).backend == "cute"
+    for lacking in sorted(frozenset(Feature) - kernels_cute.FEATURES, key=lambda f: f.name):
+        problem = DENSE._replace(features=DENSE.features | {lacking})
+        plan = planner.plan(problem, (cute, TRITON_OFFER))
+        assert plan.backend == "triton"
+        assert plan.rejected == (("cute", f"it does not support {lacking.value}"),)
 
 
 def test_an_old_triton_is_a_reason_that_has_both_versions(monkeypatch):
