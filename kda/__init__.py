@@ -4,7 +4,7 @@ Importing this package imports torch, never triton or cutlass.
 """
 
 from kda.contract import BackendError, NotSplittableError, Plan
-from kda.prefill import backends, explain, prefill, workspace_size
+from kda.prefill import backends, explain, prefill, warmup, workspace_size
 
 __version__ = "0.1.0"
 
@@ -15,5 +15,6 @@ __all__ = [
     "backends",
     "explain",
     "prefill",
+    "warmup",
     "workspace_size",
 ]

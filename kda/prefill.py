@@ -76,7 +76,7 @@ def prefill(
         use_intracard_cp: split sequences into segments that run in parallel on one GPU: "auto"
             where that is predicted to be faster, True wherever a sequence can be longer than a
             step, False never. Exact, but not bit by bit what the serial run gives.
-        backend: "auto" ("cute", then "triton", for CUDA tensors; "torch" for CPU tensors), or one
+        backend: "auto" ("torch" for CPU tensors; else "triton", "cute" being passed over), or one
             of them, which then never falls back.
 
     q, k, v, g and out may be strided: last stride 1, base address and other strides multiples of
@@ -149,6 +149,14 @@ def explain(*args: Any, **kwargs: Any) -> Plan:
     backend, call = bind(*args, **kwargs)
     _, problem = check.to_problem(**call)
     return planner.plan(problem, registry.offers(backend, device.facts(call["q"].device)))
+
+
+def warmup(*, backend: str = "cute") -> None:
+    """Compiles every kernel that calls of `backend` can launch into its cache on disk, so that no
+    call waits for a compiler. It needs no GPU: run it where an image is built. Only "cute" has such
+    a cache; what it holds already is not compiled again.
+    """
+    registry.warmup(backend)
 
 
 def backends() -> tuple[Offer, ...]:

@@ -8,7 +8,8 @@ import os
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
-from kda.contract import Device, Offer, Plan
+from kda import tuning
+from kda.contract import BackendError, Device, Offer, Plan
 
 if TYPE_CHECKING:
     from kda.contract import Args
@@ -63,6 +64,12 @@ def import_failure(package: str) -> str | None:
     return None
 
 
+def passed_over(backend: str) -> Offer | None:
+    """The offer of a backend that "auto" does not take, without a probe: that would import it."""
+    why = tuning.NOT_FOR_AUTO.get(backend)
+    return None if why is None else Offer(backend, frozenset(), why)
+
+
 def offers(backend: str, device: Device) -> tuple[Offer, ...]:
     """The candidates for a call in order of preference. KDA_BACKEND replaces "auto" only."""
     name = "backend"
@@ -73,7 +80,7 @@ def offers(backend: str, device: Device) -> tuple[Offer, ...]:
         backend = os.environ.get("KDA_BACKEND", "") or "auto"
     if backend == "auto":
         names = AUTO_ON_CPU if device.type == "cpu" else AUTO
-        return tuple(offer(name, device) for name in names)
+        return tuple(passed_over(name) or offer(name, device) for name in names)
     if backend not in BACKENDS:
         known = ", ".join(repr(name) for name in ("auto", *BACKENDS))
         raise ValueError(f"{name} must be one of {known}, got {backend!r}")
@@ -87,6 +94,17 @@ imported = lru_cache(maxsize=64)(importlib.import_module)
 def load(backend: str) -> Backend:
     """The launcher module of a backend that a plan chose."""
     return imported(BACKENDS[backend][1])
+
+
+def warmup(backend: str) -> None:
+    """See `kda.warmup`."""
+    if backend != "cute":
+        raise ValueError(f"only 'cute' has kernels that can be compiled ahead, got {backend!r}")
+    package, launcher = BACKENDS[backend]
+    why = importlib.import_module(package).compiler_missing()
+    if why is not None:
+        raise BackendError(f"backend {backend!r} cannot compile: {why}", ((backend, why),))
+    importlib.import_module(launcher).warmup([rule.variant for rule in tuning.RULES[backend]])
 
 
 _reported: set[tuple[str, str]] = set()

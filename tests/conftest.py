@@ -1,17 +1,20 @@
 """Where the tests run. One body serves all targets: PyTorch on the CPU, the Triton kernels in the
-interpreter (a process of its own, TRITON_INTERPRET=1), and both on a GPU (-m gpu)."""
+interpreter (a process of its own, TRITON_INTERPRET=1), and all on a GPU (-m gpu)."""
 
 import os
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from cases import make_inputs
 
 import kda
+import kernels_cute
+import kernels_triton
 from kda import check, device, planner, portable, registry, segments, tuning, workspace
 from kda.contract import HEAD_DIM, Args, Feature, Plan, Variant
 from kda.prefill import bind
-from kernels_triton import FEATURES
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -23,13 +26,16 @@ class Target(NamedTuple):
     gluon: bool = False  # Gluon for short sequences, too, where the planner would not
 
     def supports(self, case: Any) -> bool:
-        features = {"torch": portable.FEATURES, "triton": FEATURES}[self.backend]
-        needs = Feature.GATE_GIVEN if case.computed else Feature.GATE_SOFTPLUS
-        return (case.gate != "soft" or needs in features) and (case.small or not self.interpreted)
+        return features_of(case) <= DECLARED[self.backend] and (case.small or not self.interpreted)
 
     def run(self, call: dict[str, Any], **more: Any) -> Any:
-        """`kda.prefill` with a final state, unless told otherwise."""
-        return kda.prefill(**{"output_final_state": True} | call | more, backend=self.backend)
+        """`kda.prefill` with a final state, unless told otherwise. Skips the test if the call needs
+        a feature that cute does not declare."""
+        call = {"output_final_state": True} | call | more
+        lacking = features_asked(call) - DECLARED["cute"] if self.backend == "cute" else ()
+        if lacking:
+            pytest.skip(f"cute does not declare {', '.join(sorted(f.name for f in lacking))}")
+        return kda.prefill(**call, backend=self.backend)
 
     def stages(self, call: dict[str, Any]) -> tuple[Any, Args, Plan, workspace.Workspace]:
         """What `kda.prefill(**call, output_final_state=True)` would launch, and with what; the
@@ -44,6 +50,23 @@ class Target(NamedTuple):
         return registry.load(self.backend), args, plan, ws
 
 
+DECLARED = {
+    "torch": portable.FEATURES,
+    "triton": kernels_triton.FEATURES,
+    "cute": kernels_cute.FEATURES,
+}
+
+
+def features_asked(call: dict[str, Any]) -> frozenset[Feature]:
+    return check.to_problem(**bind(**call)[1])[1].features
+
+
+@lru_cache(maxsize=256)
+def features_of(case: Any) -> frozenset[Feature]:
+    tiny = case._replace(seq_lens=(1,), H=1, HV=case.HV // case.H)
+    return features_asked(make_inputs(tiny))
+
+
 if INTERPRETED:
     TARGETS = [pytest.param(Target("triton", "cpu", True), id="interpreter")]
 else:
@@ -52,6 +75,7 @@ else:
         pytest.param(Target("torch", "cuda"), id="torch-gpu", marks=pytest.mark.gpu),
         pytest.param(Target("triton", "cuda"), id="triton-gpu", marks=pytest.mark.gpu),
         pytest.param(Target("triton", "cuda", gluon=True), id="gluon-gpu", marks=pytest.mark.gpu),
+        pytest.param(Target("cute", "cuda"), id="cute-gpu", marks=pytest.mark.gpu),
     ]
 
 
@@ -75,13 +99,13 @@ class Shipped(NamedTuple):
 
     def __str__(self) -> str:
         v = self.variant
-        language = "gluon" if v.gluon else "plain"
+        language = "dsl" if self.backend == "cute" else "gluon" if v.gluon else "plain"
         return f"{self.backend}-{language}-{v.step}x{v.v_block}"
 
 
 SHIPPED = [
     *(Shipped("torch", Variant(chunks, HEAD_DIM)) for chunks in (1, 2, 4)),
-    *(Shipped("triton", rule.variant) for rule in tuning.RULES["triton"]),
+    *(Shipped(name, rule.variant) for name in ("triton", "cute") for rule in tuning.RULES[name]),
 ]
 
 

@@ -1,4 +1,5 @@
-"""Compiles what the Triton launcher launches for sm_90 on a machine without a GPU.
+"""Compiles what the Triton launcher launches for sm_90 on a machine without a GPU, and reads
+machine code.
 
 The launcher runs unchanged on CPU tensors; a stand-in driver names the target and each kernel's
 launch becomes Triton's own warm-up, so signatures and specialisations are those of a real call.
@@ -6,6 +7,7 @@ launch becomes Triton's own warm-up, so signatures and specialisations are those
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from contextlib import contextmanager
@@ -60,21 +62,36 @@ class Sass(NamedTuple):
     wgmma: int  # warpgroup products
     wgmma_waits: int  # more than the source has: ptxas serialised them
     tma_loads: int
+    thread_loops: int  # over the threads of a warp, around what one thread should issue
+    code: str
 
 
-def sass(kernel, folder: Path) -> Sass:
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+
+
+def sass(content: bytes, folder: Path) -> Sass:
+    """Of a cubin."""
     cubin = folder / "kernel.cubin"
-    cubin.write_bytes(kernel.asm["cubin"])
+    cubin.write_bytes(content)
 
     def output(*command: str) -> str:
         return subprocess.run([*command, cubin], capture_output=True, text=True, check=True).stdout
 
-    code = output(str(tools / "nvdisasm"), "-c")
-    usage = output(str(tools / "cuobjdump"), "-res-usage")
+    code = output(str(TOOLS / "nvdisasm"), "-c")
+    usage = output(str(TOOLS / "cuobjdump"), "-res-usage")
     return Sass(
         stack=int(re.search(r"STACK:(\d+)", usage)[1]),
         wgmma=len(re.findall(r"\bHGMMA\b", code)),
         wgmma_waits=len(re.findall(r"WARPGROUP\.DEPBAR", code)),
         tma_loads=len(re.findall(r"\bUTMALDG\b", code)),
+        thread_loops=len(re.findall(r"\bBRA\.U\.ANY\b", code)),
+        code=code,
     )
+
+
+def ptxas_notes(ptx: str, folder: Path) -> str:
+    """What ptxas says of a kernel: C7510 and C7511 mean that it serialised the products."""
+    file = folder / "kernel.ptx"
+    file.write_text(ptx)
+    command = [str(TOOLS / "ptxas"), "-arch=sm_90a", "-v", "-o", os.devnull, str(file)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr

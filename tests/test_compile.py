@@ -70,13 +70,13 @@ def test_a_variant_compiles_for_every_kind_of_call_without_spilling(variant, cal
     kernels = compile_call(variant, CALLS[call], call != "dense", force)
     assert len(kernels) == (4 if "segments" in call else 2)
     # a few saved registers outside the loops are harmless; spilled accumulators take 500 bytes up
-    assert max(sass(kernel, tmp_path).stack for kernel in kernels) <= 96
+    assert max(sass(kernel.asm["cubin"], tmp_path).stack for kernel in kernels) <= 96
 
 
 @pytest.mark.parametrize("variant", [x for x in VARIANTS if x.variant.gluon], ids=str)
 def test_the_recurrence_waits_for_its_products_only_where_the_source_does(variant, force, tmp_path):
     _, recurrence = compile_call(variant, CALLS["packed"], True, force)
-    found = sass(recurrence, tmp_path)
+    found = sass(recurrence.asm["cubin"], tmp_path)
     assert found.wgmma == 24  # 8 + 8 for x and o, 4 + 4 for the state and o, 64 tokens a step
     assert found.wgmma_waits == 3
 
@@ -84,7 +84,7 @@ def test_the_recurrence_waits_for_its_products_only_where_the_source_does(varian
 @pytest.mark.parametrize("variant", [x for x in VARIANTS if x.variant.gluon], ids=str)
 def test_the_prescan_waits_for_its_products_only_where_the_source_does(variant, force, tmp_path):
     _, scan, _, _ = compile_call(variant, CALLS["segments"], True, force)
-    found = sass(scan, tmp_path)
+    found = sass(scan.asm["cubin"], tmp_path)
     assert found.wgmma == 12  # 8 for x, 4 for the state
     assert found.wgmma_waits == 2
 

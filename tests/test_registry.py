@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 import sys
+from importlib.metadata import PackageNotFoundError
 from textwrap import dedent
 
 import pytest
 
 import kda
+import kernels_cute
 import kernels_triton
-from kda import planner, registry
-from kda.contract import Device, Feature, Problem
+from kda import planner, registry, tuning
+from kda.contract import Device, Feature, Offer, Problem
 
 H200 = Device("cuda", 0, "NVIDIA H200", (9, 0), 132)
 A100 = Device("cuda", 0, "NVIDIA A100", (8, 0), 108)
 CPU = Device("cpu", 0, "cpu", (0, 0), 2)
 XPU = Device("xpu", 0, "xpu", (0, 0), 1)
 KERNELS = ["cute", "triton"]
+TRITON_OFFER = Offer("triton", frozenset(Feature), None)
 DENSE = Problem(1, 64, 2, 2, 1, False, (64,), frozenset({Feature.GATE_BOUNDED}))
 
 
@@ -90,8 +93,8 @@ def test_an_unknown_backend_is_refused_with_the_known_ones(monkeypatch):
 
 
 def test_an_explicit_backend_that_cannot_run_raises_its_reason_and_never_falls_back():
-    with pytest.raises(kda.BackendError, match="'cute' cannot run this call: the CuTeDSL kernels"):
-        planner.plan(DENSE, registry.offers("cute", H200))
+    with pytest.raises(kda.BackendError, match="'cute' cannot run this call: it is built for Hop"):
+        planner.plan(DENSE, registry.offers("cute", A100))
     with pytest.raises(kda.BackendError, match="'triton' cannot run this call: it needs CUDA"):
         planner.plan(DENSE, registry.offers("triton", CPU))
 
@@ -127,6 +130,82 @@ def test_triton_says_why_a_device_will_not_do(device, words):
     why = kernels_triton.available(device)
     assert why is not None
     assert all(word in why for word in words), why
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        (A100, ["Hopper", "9.0", "NVIDIA A100 has 8.0"]),
+        (CPU, ["CUDA tensors", "not cpu"]),
+        (XPU, ["CUDA tensors", "not xpu"]),
+    ],
+)
+def test_cute_says_why_a_device_will_not_do(device, words):
+    why = kernels_cute.available(device)
+    assert why is not None
+    assert all(word in why for word in words), why
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Pretends that packages of these versions are installed and can be imported."""
+
+    def pretend(**versions: str) -> None:
+        def version(package: str) -> str:
+            found = versions.get(package.replace("-", "_"))
+            if found is None:
+                raise PackageNotFoundError(package)
+            return found
+
+        monkeypatch.setattr(kernels_cute, "version", version)
+        monkeypatch.setattr(kernels_cute, "import_failure", lambda package: None)
+
+    return pretend
+
+
+def test_cute_names_the_package_that_is_missing(installed):
+    installed()
+    assert kernels_cute.available(H200).startswith("nvidia-cutlass-dsl is not installed")
+    installed(nvidia_cutlass_dsl="4.8.1")
+    assert kernels_cute.available(H200).startswith("apache-tvm-ffi is not installed")
+    installed(nvidia_cutlass_dsl="4.8.1", apache_tvm_ffi="0.1")
+    assert kernels_cute.available(H200) is None
+
+
+@pytest.mark.parametrize("found", ["4.6.0", "4.8.0", "4.9.0.dev0", "5.0"])
+def test_a_cutlass_dsl_outside_the_tested_range_is_a_reason_with_range_and_version(
+    found, installed
+):
+    installed(nvidia_cutlass_dsl=found, apache_tvm_ffi="0.1")
+    why = kernels_cute.available(H200)
+    assert why == f"it was tested with nvidia-cutlass-dsl >= 4.8.1, < 4.9, found {found}"
+
+
+def test_a_cutlass_dsl_that_does_not_import_is_a_reason(monkeypatch, installed):
+    installed(nvidia_cutlass_dsl="4.8.2", apache_tvm_ffi="0.1")
+    monkeypatch.setattr(kernels_cute, "import_failure", registry.import_failure)
+    monkeypatch.setitem(sys.modules, "tvm_ffi", None)
+    assert kernels_cute.available(H200).startswith("importing tvm_ffi failed: ModuleNotFound")
+
+
+def test_auto_passes_a_backend_over_without_importing_it_and_says_so(monkeypatch):
+    monkeypatch.setattr(kernels_cute, "available", None)  # a call would raise
+    monkeypatch.setattr(tuning, "NOT_FOR_AUTO", {"cute": "not the faster one"})
+    plan = planner.plan(DENSE, (*registry.offers("auto", H200)[:1], TRITON_OFFER))
+    assert plan.backend == "triton"
+    assert plan.rejected == (("cute", "not the faster one"),)
+
+
+def test_what_cute_does_not_declare_falls_to_triton_with_its_reason(monkeypatch):
+    monkeypatch.setattr(tuning, "NOT_FOR_AUTO", {})
+    monkeypatch.setattr(kernels_cute, "available", lambda device: None)
+    cute = registry.offers("auto", H200)[0]
+    assert planner.plan(DENSE, (cute, TRITON_OFFER)).backend == "cute"
+    for lacking in sorted(frozenset(Feature) - kernels_cute.FEATURES, key=lambda f: f.name):
+        problem = DENSE._replace(features=DENSE.features | {lacking})
+        plan = planner.plan(problem, (cute, TRITON_OFFER))
+        assert plan.backend == "triton"
+        assert plan.rejected == (("cute", f"it does not support {lacking.value}"),)
 
 
 def test_an_old_triton_is_a_reason_that_has_both_versions(monkeypatch):
@@ -197,11 +276,11 @@ def test_a_backend_module_has_the_three_entries_of_the_protocol():
 
 def test_each_choice_and_each_new_rejection_is_logged_once(caplog):
     caplog.set_level(logging.INFO, logger="kda")
-    offers = registry.offers("cute", H200) + registry.offers("torch", CPU)
+    offers = registry.offers("cute", A100) + registry.offers("torch", CPU)
     plan = planner.plan(DENSE, offers)
     for _ in range(3):
         registry.report((*plan.rejected, (plan.backend, "chosen")))
-    first = ["backend cute: the CuTeDSL kernels", "backend torch: chosen"]
+    first = ["backend cute: it is built for Hopper", "backend torch: chosen"]
     assert len(caplog.messages) == 2
     assert all(m.startswith(f) for m, f in zip(caplog.messages, first, strict=True))
     registry.report((*plan.rejected, ("triton", "new reason"), (plan.backend, "chosen")))

@@ -1,0 +1,107 @@
+"""Compiled kernels, once per machine: in this process, then on disk, then by the compiler.
+
+Nothing here takes tensors: a kernel is compiled from a stage's name and its static numbers, so it
+can be made ahead and without a GPU. An object's name is a hash of all that decides its content;
+files are made complete under another name and then renamed, so that a reader sees all or nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import tempfile
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kernels_cute import PACKAGES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+log = logging.getLogger("kda")
+
+ARCH = "sm_90a"
+FUNCTION = "kernel"
+PREPARE_PROGRAMS_PER_SM = 3  # shared memory allows no more
+
+
+def folder() -> Path:
+    """KDA_CACHE_DIR, else kda in the user's cache directory."""
+    if chosen := os.environ.get("KDA_CACHE_DIR"):
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "kda"
+
+
+@lru_cache(maxsize=1)
+def origin() -> str:
+    """What every object of this installation depends on: our sources, versions, architecture."""
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    for package in PACKAGES:
+        digest.update(f"{package}={version(package)}\0".encode())
+    digest.update(ARCH.encode())
+    return digest.hexdigest()
+
+
+def object_path(stage: str, config: tuple[Any, ...]) -> Path:
+    key = hashlib.sha256(f"{origin()}\0{stage}\0{tuple(config)}".encode()).hexdigest()[:24]
+    return folder() / f"{stage}-{key}.o"
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time; the lock goes with its holder, however that ends."""
+    import fcntl
+
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def stored(path: Path) -> Callable[..., None] | None:
+    """The kernel in an object file, or None where there is none that loads."""
+    from cutlass.base_dsl.common import DSLRuntimeError
+    from cutlass.cute.runtime import load_module
+
+    if not path.exists():
+        return None
+    try:
+        return getattr(load_module(str(path), enable_tvm_ffi=True), FUNCTION)
+    except (OSError, RuntimeError, AttributeError, DSLRuntimeError) as e:
+        log.warning("%s does not load (%s): it is compiled again", path, type(e).__name__)
+        return None
+
+
+def export(kernel: Any, path: Path) -> None:
+    handle, name = tempfile.mkstemp(suffix=".o", prefix=".part-", dir=path.parent)
+    os.close(handle)
+    try:
+        kernel.export_to_c(name, function_name=FUNCTION)
+        os.replace(name, path)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+@lru_cache(maxsize=64)
+def kernel(stage: str, config: tuple[Any, ...], build: Callable[[Any], Any]) -> Callable[..., None]:
+    """The compiled `stage` for `config`; `build` makes it where no cache has it."""
+    path = object_path(stage, config)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if (found := stored(path)) is not None:
+            return found
+        with locked(path):
+            if (found := stored(path)) is not None:
+                return found
+            made = build(config)
+            export(made, path)
+        return stored(path) or made
+    except OSError as e:
+        log.warning("no cache of compiled kernels in %s: %s", path.parent, e)
+        return build(config)

@@ -1,0 +1,154 @@
+"""The cache of compiled CuTeDSL kernels: what it finds, and what many processes make of it."""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import INTERPRETED
+
+import kda
+import kernels_cute
+from kda import registry, tuning
+from kernels_cute import compile_cache, launch
+
+why = kernels_cute.compiler_missing()
+compiles = pytest.mark.skipif(
+    INTERPRETED or why is not None, reason=f"no compiler, or another process's job: {why}"
+)
+ROOT = Path(__file__).resolve().parent.parent
+
+# Takes one kernel from the cache, and tells whether it had to be compiled.
+TAKE_ONE = """
+from kernels_cute import launch
+built = []
+build = launch.build_merge
+launch.build_merge = lambda config: built.append(config) or build(config)
+assert callable(launch.merge_kernel(None))
+print(len(built))
+"""
+
+
+class Made:
+    """A stand-in for a compiled kernel."""
+
+    def export_to_c(self, path, function_name):
+        Path(path).write_text(function_name)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("KDA_CACHE_DIR", str(tmp_path / "cache"))
+    compile_cache.kernel.cache_clear()
+    compile_cache.origin.cache_clear()
+    yield tmp_path / "cache"
+    compile_cache.kernel.cache_clear()
+    compile_cache.origin.cache_clear()
+
+
+def take(folder):
+    environment = {"KDA_CACHE_DIR": str(folder), "PATH": "", "HOME": str(folder)}
+    return subprocess.Popen(
+        [sys.executable, "-c", TAKE_ONE], cwd=ROOT, env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+@compiles
+def test_eight_cold_processes_compile_once_and_a_warm_one_never(cache):
+    processes = [take(cache) for _ in range(8)]
+    results = [process.communicate(timeout=300) for process in processes]
+    assert all(process.returncode == 0 for process in processes), results
+    assert sorted(out.strip() for out, _ in results) == ["0"] * 7 + ["1"]
+    assert len(list(cache.glob("merge-*.o"))) == 1
+    assert not list(cache.glob(".part-*"))
+    out, err = take(cache).communicate(timeout=300)
+    assert out.strip() == "0", err
+
+
+@compiles
+def test_a_cached_object_that_does_not_load_is_compiled_again(cache, caplog):
+    path = compile_cache.object_path("broken", ())
+    path.parent.mkdir(parents=True)
+    for junk in (b"", b"junk" * 1000):
+        path.write_bytes(junk)
+        compile_cache.kernel.cache_clear()
+        made = Made()
+        assert compile_cache.kernel("broken", (), lambda config, made=made: made) is made
+        assert path.read_text() == compile_cache.FUNCTION
+    assert "compiled again" in caplog.text
+
+
+def test_a_cache_that_cannot_be_written_costs_a_warning_and_no_kernel(
+    tmp_path, cache, monkeypatch, caplog
+):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KDA_CACHE_DIR", str(tmp_path / "file" / "below"))
+    made = Made()
+    with caplog.at_level(logging.WARNING, logger="kda"):
+        assert compile_cache.kernel("stage", (), lambda config: made) is made
+    assert "no cache of compiled kernels" in caplog.text
+
+
+def test_a_failed_export_leaves_nothing_behind(cache, monkeypatch):
+    class Broken:
+        def export_to_c(self, path, function_name):
+            raise RuntimeError("disk full")
+
+    monkeypatch.setattr(compile_cache, "stored", lambda path: None)
+    with pytest.raises(RuntimeError, match="disk full"):
+        compile_cache.kernel("stage", (), lambda config: Broken())
+    assert {p.suffix for p in cache.iterdir()} == {".lock"}
+
+
+def test_an_object_belongs_to_its_stage_numbers_sources_and_versions(cache, monkeypatch):
+    first = compile_cache.object_path("prepare", ())
+    assert first.parent == cache
+    others = {
+        compile_cache.object_path("merge", ()),
+        compile_cache.object_path("prepare", (1,)),
+    }
+    monkeypatch.setattr(compile_cache, "version", lambda package: "0.0")
+    compile_cache.origin.cache_clear()
+    others.add(compile_cache.object_path("prepare", ()))
+    monkeypatch.setattr(compile_cache, "ARCH", "sm_100a")
+    compile_cache.origin.cache_clear()
+    others.add(compile_cache.object_path("prepare", ()))
+    assert len(others) == 4
+    assert first not in others
+
+
+def test_the_folder_is_the_users_cache_unless_told_otherwise(monkeypatch):
+    monkeypatch.delenv("KDA_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert compile_cache.folder() == Path("/somewhere/kda")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert compile_cache.folder() == Path.home() / ".cache/kda"
+
+
+def test_warmup_asks_for_every_kernel_of_every_rule(monkeypatch):
+    asked = set()
+    monkeypatch.setattr(kernels_cute, "compiler_missing", lambda: None)
+    monkeypatch.setattr(
+        compile_cache, "kernel", lambda stage, config, build: asked.add((stage, config))
+    )
+    kda.warmup()
+    rules = tuning.RULES["cute"]
+    assert {stage for stage, _ in asked} == {"prepare", "scan", "merge", "recurrence"}
+    shipped = {(r.variant.v_block, r.variant.recurrence_stages) for r in rules}
+    assert {config for stage, config in asked if stage == "recurrence"} == shipped
+
+
+def test_warmup_without_a_compiler_or_of_another_backend_says_why(monkeypatch):
+    monkeypatch.setattr(kernels_cute, "compiler_missing", lambda: "no such package")
+    with pytest.raises(kda.BackendError, match="'cute' cannot compile: no such package"):
+        kda.warmup()
+    for other in ("triton", "torch", "auto"):
+        with pytest.raises(ValueError, match=f"got '{other}'"):
+            registry.warmup(other)
+
+
+def test_the_launcher_has_the_entries_of_the_protocol_without_a_compiler():
+    for stage in ("prepare", "scan", "merge", "recurrence", "launch", "warmup"):
+        assert callable(getattr(launch, stage))
