@@ -32,6 +32,7 @@ TRIED = {
         *(Variant(1, 64, 2, 4, stages) for stages in (3, 5)),
         Variant(1, 128, 2, 8, 3),
     ),
+    "cute": (Variant(4, 64, 4, 4, 3), Variant(4, 128, 4, 8, 3)),
     "torch": tuple(Variant(chunks, HEAD_DIM) for chunks in (1, 2, 4)),
 }
 
