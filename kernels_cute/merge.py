@@ -18,6 +18,7 @@ SPLITS = D // ROWS
 PARTS = 4  # of a sum
 DEPTH = D // PARTS
 THREADS = PARTS * D // 2
+PITCH = D + 4  # fp32 a row of the partial sums: eight lanes read 16 bytes each from all banks
 SUMS = D * ROWS * 4  # bytes before the partial sums: the state, transposed
 
 
@@ -36,8 +37,7 @@ class Merge:
     def __call__(
         self,
         # [2 * places, HV, V, K] fp32, in: the Z of place i at i + 1, its P at places + i, the first
-        # Z of a sequence from its initial state; out: the state before the segment at place i at i,
-        # but for the first segments
+        # Z of a sequence from its initial state; out: the state before the segment at place i at i
         states: I64,
         cu_seqlens: I64,  # [N + 1] int32 | int64, or 0
         T: I32, N: I32, HV: I32, flags: I32, segment: I32, places: I32,
@@ -72,15 +72,18 @@ class Merge:
 
     @cute.jit
     def chain(self, S_at: I64, P_at: I64, stride: I64, products: I32, tid: I32):
-        base = SmemAllocator().allocate(SUMS + PARTS * ROWS * D * 4, 128)
+        base = SmemAllocator().allocate(SUMS + PARTS * ROWS * PITCH * 4, 128)
         s_S = view(base, F32, 0, cute.make_layout((ROWS, D)))  # rows of one column adjoin
         s_S4 = view(base, F32, 0, cute.make_layout((4, ROWS // 4, D)))
-        s_sum = view(base, F32, SUMS, cute.make_layout((2, D // 2, ROWS, PARTS)))
-        s_sum4 = view(base, F32, SUMS, cute.make_layout((4, D // 4, ROWS, PARTS)))
+        by_part = (PITCH, PITCH * ROWS)
+        sums = cute.make_layout((2, D // 2, ROWS, PARTS), stride=(1, 2, *by_part))
+        sums4 = cute.make_layout((4, D // 4, ROWS, PARTS), stride=(1, 4, *by_part))
+        s_sum, s_sum4 = view(base, F32, SUMS, sums), view(base, F32, SUMS, sums4)
         column, part = tid % (D // 2), tid // (D // 2)
         P_at += (part * DEPTH * D + column * 2) * 4
-        # of a finished product a thread has eight columns of a row
-        row, eight = tid // (D // 8), tid % (D // 8)
+        # of a finished product a thread has eight columns of a row; a warp's lanes have all rows,
+        # so that they meet neither in the sums nor in the next product's operand
+        row, eight = tid % ROWS, tid // ROWS
         S_at += (row * D + eight * 8) * 4
 
         P = cute.make_rmem_tensor(cute.make_layout((2, DEPTH)), F32)

@@ -198,7 +198,9 @@ class Recurrence:
             if length < 0:  # there is no such segment
                 initial_state = I64(0)
                 length = I32(0)
-            elif i_s > 0:
+            elif (i_s > 0) | ((after > 0) & (initial_state != 0)):
+                # Also of the first of several segments: the scan has put the initial state there,
+                # because the last one may write the final state over it before this reads it.
                 initial_state = states + (I64(i_place) * HV + i_h) * (D * D * 4)
                 flags = flags & ~INITIAL_BF16
                 s0_n, s0_h, s0_v, s0_k = I64(0), I64(0), I64(D), I64(1)

@@ -22,7 +22,6 @@ from kernels_cute.ops import (
     select,
 )
 from kernels_cute.state import (
-    FINAL_BF16,
     OFFSETS_64,
     decay,
     product,
@@ -30,7 +29,7 @@ from kernels_cute.state import (
     round_state,
     rows_of,
     widen,
-    write_state,
+    write_state_as,
 )
 
 BF16, F32, I32, I64 = cutlass.BFloat16, cutlass.Float32, cutlass.Int32, cutlass.Int64
@@ -66,7 +65,9 @@ class Scan:
         gamma: I64,  # [tiles * HV, K] fp32
         v: I64,  # [B, T, HV, V] bf16
         initial_state: I64,  # [N, HV, V, K] fp32 | bf16, or 0
-        states: I64,  # [2 * places, HV, V, K] fp32: Z of place i at i + 1, its P at places + i
+        # [2 * places, HV, V, K] fp32: Z of place i at i + 1, its P at places + i, and the initial
+        # state of a sequence at its first place
+        states: I64,
         cu_seqlens: I64,  # [N + 1] int32 | int64, or 0
         v_b: I64, v_t: I64, v_h: I64, s0_n: I64, s0_h: I64, s0_v: I64, s0_k: I64,
         tiles: I32, B: I32, T: I32, N: I32, HV: I32, flags: I32,
@@ -165,11 +166,14 @@ class Scan:
                 place = select(group == 0, i_place + 1, places + i_place)
                 if (i_s > 0) | (group > 0):
                     initial_state = I64(0)
+                kept = select(
+                    initial_state != 0, states + (I64(i_place) * HV + i_h) * (D * D * 4), I64(0)
+                )
                 self.advance(
                     mma_x, mma_s, s_kd, cute.make_tensor(s_kr.iterator, tile_t.outer),
                     cute.make_tensor(s_v.iterator, vtile_t.outer), s_g, full, empty, steps,
                     initial_state, flags, I64(i_n) * s0_n + I64(i_h) * s0_h, s0_v, s0_k,
-                    states + (I64(place) * HV + i_h) * (D * D * 4), i_v, group, tidx % 128,
+                    kept, states + (I64(place) * HV + i_h) * (D * D * 4), i_v, group, tidx % 128,
                 )  # fmt: skip
 
     @cute.jit
@@ -208,7 +212,9 @@ class Scan:
         mma_x: cute.TiledMma, mma_s: cute.TiledMma,
         s_kd: cute.Tensor, s_krt: cute.Tensor, s_vt: cute.Tensor, s_g: cute.Tensor,
         full: cute.Pointer, empty: cute.Pointer, steps: I32,
-        initial_state: I64, flags: I32, s0_at: I64, s0_v: I64, s0_k: I64, result: I64,
+        initial_state: I64, flags: I32, s0_at: I64, s0_v: I64, s0_k: I64,
+        kept: I64,  # where the recurrence will look for the initial state, or 0
+        result: I64,
         i_v: I32, group: I32, tid: I32,
     ):  # fmt: skip
         """A consumer warpgroup, of Z (group 0) or of P."""
@@ -228,6 +234,9 @@ class Scan:
 
         row_0, col_0 = rows_of(ROWS, i_v, I32(0), tid)
         read_state(state, initial_state, flags, s0_at, s0_v, s0_k, row_0, col_0)
+        corner = (row_0 * D + col_0) * 4
+        if kept != 0:
+            write_state_as(F32, state, kept + corner, I64(D * 4), I64(4))
         if group == 1:
             values = flat(state, 2, 2, D // 8)
             for j in cutlass.range_constexpr(D // 8):
@@ -273,7 +282,7 @@ class Scan:
         product(mma_s, state, u, b_kr[None, None, None, stage])
         warpgroup.commit_group()
         warpgroup.wait_group(0)
-        write_state(state, result, flags & ~FINAL_BF16, I64(0), I64(D), I64(1), row_0, col_0)
+        write_state_as(F32, state, result + corner, I64(D * 4), I64(4))
 
     @cute.jit
     def start(
