@@ -143,9 +143,9 @@ class Plan(NamedTuple):
     segments: int  # of the longest sequence, 1 = serial; an upper bound without host-known lengths
     places: int  # for the states of segments, per value head; 0 = serial
     recurrences: int  # per value head: N, or with segments no fewer than all of them
-    critical_steps: int  # one after the other: max_steps, or a segment's pre-scan and recurrence
-    serial_us: float  # predicted after prepare: whole sequences, and the best split; 0: not
-    split_us: float
+    critical_steps: int  # one after the other: max_steps, or pre-scan, merge and a recurrence
+    serial_us: float  # predicted after prepare, of whole sequences; 0: not predicted
+    split_us: float  # of the best split, or of what runs where the lengths are not known
     workspace_bytes: int
 
     @property

@@ -16,13 +16,28 @@ def rejection(offer: Offer, problem: Problem) -> str | None:
     return f"it does not support {', '.join(missing)}" if missing else None
 
 
+def passed_over(offer: Offer, problem: Problem) -> str | None:
+    """Why "auto" leaves the call to a later offer although this one could run it, or None."""
+    length = typical_length(problem)
+    least = tuning.AUTO_MIN_LEN.get(offer.backend, 0)
+    if length >= least:
+        return None
+    return f"slower for sequences of typically {length} tokens, under {least}"
+
+
+def typical_length(problem: Problem) -> int:
+    return varlen.typical_length(problem.B, problem.T, problem.N, problem.seq_lens)
+
+
 def choose(
     problem: Problem, offers: tuple[Offer, ...]
 ) -> tuple[Offer, tuple[tuple[str, str], ...]]:
     """The first offer that can run the call, and why each earlier one cannot; else BackendError."""
     rejected: list[tuple[str, str]] = []
-    for offer in offers:
+    for i, offer in enumerate(offers, 1):
         why = rejection(offer, problem)
+        if why is None and any(rejection(later, problem) is None for later in offers[i:]):
+            why = passed_over(offer, problem)
         if why is None:
             return offer, tuple(rejected)
         rejected.append((offer.backend, why))
@@ -59,7 +74,7 @@ def plan(problem: Problem, offers: tuple[Offer, ...]) -> Plan:
     """
     offer, rejected = choose(problem, offers)
     B, T, HV, N = problem.B, problem.T, problem.HV, problem.N
-    length = varlen.typical_length(B, T, N, problem.seq_lens)
+    length = typical_length(problem)
     rules = [
         r
         for r in tuning.RULES[offer.backend]
@@ -72,19 +87,22 @@ def plan(problem: Problem, offers: tuple[Offer, ...]) -> Plan:
         small = next(r for r in rules if r.min_programs == 0)
         choice = segments.choose(problem, rule.variant, small.variant, offer.sms)
         rule = rule if choice.split is None else small
-    best = choice.split
     step = rule.variant.step
-    tiles = tiles_of(problem, step)
-    places, recurrences = 0, N
-    if best:
-        places = varlen.place_count(B, T, problem.packed, best.segment)
-        recurrences = varlen.tile_count(B, T, N, problem.packed, best.segment)
     reason = (
         f"{offer.backend}{' (Gluon)' * rule.variant.gluon}: {step} tokens a step, "
         f"{rule.variant.v_block} value rows a program, for {N} x {HV} recurrences of typically "
         f"{length} tokens ({rule.source}); {choice.reason}"
     )
-    max_steps = varlen.max_steps(T, problem.seq_lens, step)
+    tiles, split = tiles_of(problem, step), choice.split
+    longest = T if problem.seq_lens is None else max(problem.seq_lens)
+    max_steps = varlen.ceil_div(longest, step)
+    if split is None:
+        segment, count, places, recurrences, critical = 0, 1, 0, N, max_steps
+    else:
+        segment, count = split.segment, varlen.ceil_div(longest, split.segment)
+        places = varlen.place_count(B, T, problem.packed, segment)
+        recurrences = varlen.tile_count(B, T, N, problem.packed, segment)
+        critical = 2 * split.steps + count - 2
     return Plan(
         backend=offer.backend,
         reason=reason,
@@ -95,11 +113,11 @@ def plan(problem: Problem, offers: tuple[Offer, ...]) -> Plan:
         N=N,
         tiles=tiles,
         max_steps=max_steps,
-        segment=best.segment if best else 0,
-        segments=best.segments if best else 1,
+        segment=segment,
+        segments=count,
         places=places,
         recurrences=recurrences,
-        critical_steps=2 * best.steps + best.segments if best else max_steps,
+        critical_steps=critical,
         serial_us=choice.serial_us,
         split_us=choice.split_us,
         workspace_bytes=workspace.size(tiles, HV, step, places),
@@ -110,13 +128,13 @@ def most_workspace(problem: Problem, offers: tuple[Offer, ...]) -> int:
     """Bytes of the largest workspace that any call of these sizes is planned with, unless segments
     are asked for."""
     offer = choose(problem, offers)[0]
-    B, T, HV = problem.B, problem.T, problem.HV
+    B, T, HV, packed = problem.B, problem.T, problem.HV, problem.packed
     sizes = [0]
-    for variant in {r.variant for r in tuning.RULES[offer.backend]}:
-        places = 0
-        if Feature.SEGMENTS in offer.features:
-            # `segments` makes no more than fill the SMs; each may take two places
-            most = 2 * (offer.sms // (HV * variant.v_splits))
-            places = min(most, varlen.place_count(B, T, problem.packed, variant.step))
+    for rule in tuning.RULES[offer.backend]:
+        variant, places = rule.variant, 0
+        if Feature.SEGMENTS in offer.features and rule.min_programs == 0:
+            # `segments` makes no more than fill the SMs; in a pack each may take two places
+            most = offer.sms // (HV * variant.v_splits) * (2 if packed else 1)
+            places = min(most, varlen.place_count(B, T, packed, variant.step))
         sizes.append(workspace.size(tiles_of(problem, variant.step), HV, variant.step, places))
     return max(sizes)

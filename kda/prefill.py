@@ -74,8 +74,8 @@ def prefill(
             given as initial_state; any other overlap is an error.
         out: [B, T, HV, 128] bf16 buffer for o, written and returned.
         use_intracard_cp: split sequences into segments that run in parallel on one GPU: "auto"
-            where that is predicted to be faster, True wherever a sequence can be longer than a
-            step, False never. Exact, but not bit by bit what the serial run gives.
+            where that is predicted to be faster; True at least the longest that is possible,
+            whatever is predicted; False never. Exact, but not bit by bit what a serial run gives.
         backend: "auto" ("torch" for CPU tensors; else "triton", "cute" being passed over), or one
             of them, which then never falls back.
 
@@ -175,8 +175,8 @@ def workspace_size(
     backend: str = "auto",
 ) -> int:
     """Bytes that a call on the current device allocates besides its outputs, at most: whatever its
-    lengths, gate and dtypes; `use_intracard_cp=True` may take more. A call of long sequences that
-    takes Gluon (README) and splits them needs all of it.
+    lengths, gate and dtypes. `use_intracard_cp=True` may take more. What one call takes is its
+    plan's `workspace_bytes` (`kda.explain`).
 
     Args:
         T: tokens per batch row, or all tokens of a packed call.

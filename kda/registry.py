@@ -64,12 +64,6 @@ def import_failure(package: str) -> str | None:
     return None
 
 
-def passed_over(backend: str) -> Offer | None:
-    """The offer of a backend that "auto" does not take, without a probe: that would import it."""
-    why = tuning.NOT_FOR_AUTO.get(backend)
-    return None if why is None else Offer(backend, frozenset(), why)
-
-
 def offers(backend: str, device: Device) -> tuple[Offer, ...]:
     """The candidates for a call in order of preference. KDA_BACKEND replaces "auto" only."""
     name = "backend"
@@ -80,7 +74,7 @@ def offers(backend: str, device: Device) -> tuple[Offer, ...]:
         backend = os.environ.get("KDA_BACKEND", "") or "auto"
     if backend == "auto":
         names = AUTO_ON_CPU if device.type == "cpu" else AUTO
-        return tuple(passed_over(name) or offer(name, device) for name in names)
+        return tuple(offer(name, device) for name in names)
     if backend not in BACKENDS:
         known = ", ".join(repr(name) for name in ("auto", *BACKENDS))
         raise ValueError(f"{name} must be one of {known}, got {backend!r}")

@@ -1,7 +1,7 @@
 """Intra-card context parallelism: whether sequences are split, and how (README, E7).
 
-Segments of one length fill the SMs; a cost model of measured step times says whether pre-scan,
-merge and recurrence over them take less than the recurrence over whole sequences. Pure.
+Segments of one length fill the SMs; a cost model of measured step times (`kda/tuning.py`) says
+whether pre-scan, merge and recurrence over them take less than the recurrence over whole sequences.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ class Split(NamedTuple):
 
     segment: int
     steps: int  # of such a segment
-    segments: int  # of the longest sequence
     us: float  # predicted: pre-scan, merge and recurrence
 
 
@@ -49,7 +48,8 @@ def nearly(lengths: Sequence[int], longest: int) -> int:
 
 
 def split(lengths: Sequence[int], segment: int, HV: int, variant: Variant, sms: int) -> Split:
-    """The longest sequence comes first."""
+    """The prediction for sequences, the longest first, in segments of at most about so many
+    tokens: whole steps."""
     steps = varlen.ceil_div(segment, variant.step)
     segment = steps * variant.step
     counts = [varlen.ceil_div(n, segment) for n in takewhile(segment.__lt__, lengths)]
@@ -59,17 +59,22 @@ def split(lengths: Sequence[int], segment: int, HV: int, variant: Variant, sms: 
     scanned = launched - len(counts) * programs  # the first has no P
     paces = tuning.PACES[variant]
     us = stage_us(paces.scan, steps, launched, scanned * steps, sms)
-    us += tuning.START_US + tuning.MERGE_US * (counts[0] - 2)
+    us += tuning.START_US + paces.merge * (counts[0] - 2)
     total = sum(lengths) // variant.step * programs
     us += stage_us(paces.recurrence, steps, long, total, sms)
-    return Split(segment, steps, counts[0], us)
+    return Split(segment, steps, us)
 
 
-def counts_to_try(longest: int, tokens: int, programs: int, sms: int) -> list[int]:
+def counts_to_try(problem: Problem, longest: int, variant: Variant, sms: int) -> list[int]:
     """Into how many segments the longest sequence may be split: so many that equal ones of all
-    `tokens` fill the SMs with `programs` each, or somewhat fewer."""
-    filled = sms // programs * longest / max(tokens, 1)
-    return [count for part in (1, 0.75, 0.5) if (count := int(part * filled)) > 1]
+    tokens fill the SMs, or somewhat fewer, or as many as balance steps against merging."""
+    most = sms // (problem.HV * variant.v_splits)
+    filled = most * longest / max(problem.B * problem.T, 1)
+    paces = tuning.PACES[variant]
+    chain = longest / variant.step * (paces.recurrence.step[0] + paces.scan.step[0])
+    balanced = min(filled, (chain / paces.merge) ** 0.5)
+    tried = {int(count) for count in (filled, 0.75 * filled, 0.5 * filled, balanced)}
+    return sorted(tried - {0, 1})
 
 
 def likely_lengths(problem: Problem) -> list[int]:
@@ -81,17 +86,21 @@ def likely_lengths(problem: Problem) -> list[int]:
     return [varlen.ceil_div(problem.T, problem.N)] * problem.N
 
 
-def precaution(problem: Problem, us: float, variant: Variant, sms: int) -> Split | None:
-    """Where only the device knows the lengths, and a split of equal ones, whose recurrence takes
-    `us`, does not pay: segments that only a sequence longer than those has several of. Without one
-    the launches of pre-scan and merge are idle; None if that would be dear."""
-    T, idle = problem.T, 2 * tuning.START_US
+def precaution(
+    problem: Problem, lengths: Sequence[int], before: float, variant: Variant, sms: int
+) -> Split | None:
+    """Where only the device knows the lengths, and a split of equal ones, which take `before` us,
+    does not pay: segments that only a sequence longer than those has several of. If all are alike
+    they cost two idle launches, and what `variant` is slower by; None if that is dear."""
+    T = problem.T
     most = sms // (problem.HV * variant.v_splits)
-    if problem.seq_lens is not None or most < 2 or idle > tuning.IDLE_PART * us:
+    if problem.seq_lens is not None or most < 2:
         return None
-    steps = varlen.ceil_div(max(T // most, varlen.ceil_div(T, problem.N)), variant.step)
-    count = varlen.ceil_div(T, steps * variant.step)
-    return Split(steps * variant.step, steps, count, us + idle) if count > 1 else None
+    us = serial_us(lengths, problem.HV, variant, sms) + 2 * tuning.START_US
+    steps = varlen.ceil_div(max(T // most, lengths[0]), variant.step)
+    if us > (1 + tuning.IDLE_PART) * before or steps * variant.step >= T:
+        return None
+    return Split(steps * variant.step, steps, us)
 
 
 class Choice(NamedTuple):
@@ -127,14 +136,13 @@ def choose(problem: Problem, serial: Variant, small: Variant, sms: int) -> Choic
         return Choice(None, f"serial: {why}")
     asked = problem.use_intracard_cp is True
     before = serial_us(lengths, HV, serial, sms)
-    counts = counts_to_try(lengths[0], problem.B * problem.T, HV * small.v_splits, sms)
+    counts = counts_to_try(problem, lengths[0], small, sms)
     if counts or asked:
         tried = [varlen.ceil_div(lengths[0], count) for count in counts or [2]]
         best = min((split(lengths, n, HV, small, sms) for n in tried), key=lambda s: s.us)
         why = (
-            f"{best.segments} segments of at most {best.segment} tokens are predicted to take "
-            f"{best.us:.0f} us after prepare, whole sequences {before:.0f} us "
-            f"({tuning.PACES_SOURCE})"
+            f"segments of at most {best.segment} tokens are predicted to take {best.us:.0f} us "
+            f"after prepare, whole sequences {before:.0f} us ({tuning.PACES[small].source})"
         )
         if asked:
             return Choice(best, f"split, as asked: {why}", before, best.us)
@@ -142,12 +150,13 @@ def choose(problem: Problem, serial: Variant, small: Variant, sms: int) -> Choic
             return Choice(best, f"split: {why}", before, best.us)
         failing = Choice(None, f"serial: {why}", before, best.us)
     else:
-        failing = Choice(None, f"serial: {problem.N} x {HV} recurrences fill the device", before)
-    spare = precaution(problem, before, small, sms)
+        why = f"{problem.N} x {HV} recurrences leave no room for two segments of each"
+        failing = Choice(None, f"serial: {why}", before)
+    spare = precaution(problem, lengths, before, small, sms)
     if spare is None:
         return failing
     why = (
         f"split what is longer than {spare.segment} tokens: only the device knows the lengths; "
-        f"idle launches would take {2 * tuning.START_US:.0f} us"
+        f"equal ones are predicted to take {spare.us:.0f} us after prepare, {before:.0f} without"
     )
     return Choice(spare, why, before, spare.us)

@@ -15,6 +15,8 @@ class Pace(NamedTuple):
 class Paces(NamedTuple):
     recurrence: Pace
     scan: Pace
+    merge: float  # a product of the chain
+    source: str  # as a rule's
 
 
 class Rule(NamedTuple):
@@ -40,32 +42,41 @@ TORCH: tuple[Rule, ...] = (
     Rule(0, 0, Variant(4, 128), "fallback: fewest steps; the CPU is bound by calls per step"),
 )
 
+VARIANTS_CUTE = "bench/results/2026-12-01-h200-variants-cute.json"
+
 CUTE: tuple[Rule, ...] = (
-    # one program a head, once two would not fit on 132 SMs at one each, as in Gluon
-    Rule(67, 0, Variant(4, 128, 4, 8, 3), "fallback: not measured"),
-    Rule(0, 0, Variant(4, 64, 4, 4, 3), "fallback: not measured"),
+    # as in Gluon; in long sequences two programs a head win again between 64 and 67 heads
+    Rule(67, 0, Variant(4, 128, 4, 8, 3), VARIANTS_CUTE),
+    Rule(0, 0, Variant(4, 64, 4, 4, 3), VARIANTS_CUTE),
 )
-
-# Segments (intra-card context parallelism) are chosen by predictions from these.
-SMS = 132  # of the device that they were measured on
-START_US = 4.0  # a launch and its first step
-IDLE_PART = 0.05  # of a recurrence: what idle launches may take, where lengths are not known
-MERGE_US = 2.4  # a product of the chain that merges segments
-PACES_SOURCE = "fallback: made by hand"
-
-PACES = {
-    Variant(4, 128, 4, 8, 2, gluon=True): Paces(Pace((1.75,), 0.0219), Pace((1.3,), 0.0094)),
-    Variant(4, 64, 4, 4, 3, gluon=True): Paces(Pace((1.0,), 0.0109), Pace((0.72, 1.0), 0.0047)),
-    # CuTeDSL. A program of its scan has rows of Z and of P: a step of one is a step of two here.
-    Variant(4, 128, 4, 8, 3): Paces(Pace((1.75,), 0.0237), Pace((0.83, 0.83), 0.0032)),
-    Variant(4, 64, 4, 4, 3): Paces(Pace((0.8,), 0.0107), Pace((0.83, 0.83), 0.0032)),
-    Variant(1, 64, 2, 4, 3): Paces(Pace((0.7, 0.93), 0.0034), Pace((0.5, 0.7), 0.0024)),
-}
 
 RULES = {"cute": CUTE, "triton": TRITON, "torch": TORCH}
 
-# Backends that "auto" passes over although they could run, and why. An entry goes when a results
-# file shows that its backend is the faster one.
-NOT_FOR_AUTO: dict[str, str] = {
-    "cute": '"auto" passes it over until bench/results shows it to be faster: backend="cute" asks',
+# For sequences of typically fewer tokens "auto" passes a backend over: VARIANTS_CUTE against the
+# plain rows of VARIANTS, whose prepare and recurrence together are faster there.
+AUTO_MIN_LEN = {"cute": 256}
+
+# Segments (intra-card context parallelism) are chosen by predictions from these.
+SMS = 132  # of the device that they were measured on
+START_US = 4.0  # a launch and its first step: what a row's time exceeds its steps by
+IDLE_PART = 0.05  # fallback: a premium. What idle launches may add where lengths are not known
+SEGMENTS = "bench/results/2026-12-01-h200-segments.json"
+
+PACES = {
+    Variant(4, 128, 4, 8, 2, gluon=True): Paces(
+        Pace((1.73,), 0.0219), Pace((1.06,), 0.0094), 2.2, SEGMENTS
+    ),
+    Variant(4, 64, 4, 4, 3, gluon=True): Paces(
+        Pace((1.0,), 0.0109), Pace((0.72, 0.97), 0.0046), 2.2, SEGMENTS
+    ),
+    Variant(1, 64, 2, 4, 3): Paces(
+        Pace((0.69, 0.98), 0.0034), Pace((0.51, 0.65, 0.95, 1.3), 0.0028), 2.2, SEGMENTS
+    ),
+    # a program of cute's scan has rows of Z and of P: one stands for two here
+    Variant(4, 128, 4, 8, 3): Paces(
+        Pace((1.33,), 0.0224), Pace((0.82, 0.82), 0.0036), 2.8, VARIANTS_CUTE
+    ),
+    Variant(4, 64, 4, 4, 3): Paces(
+        Pace((0.83,), 0.0107), Pace((0.82, 0.82), 0.0036), 2.8, VARIANTS_CUTE
+    ),
 }

@@ -35,11 +35,6 @@ def place_count(B: int, T: int, packed: bool, segment: int) -> int:
     return 2 * T // segment if packed else B * ceil_div(T, segment)
 
 
-def max_steps(T: int, seq_lens: Sequence[int] | None, step: int) -> int:
-    """Steps of the longest sequence; of the longest possible one where no length is known."""
-    return ceil_div(max(seq_lens) if seq_lens is not None else T, step)
-
-
 def typical_length(B: int, T: int, N: int, seq_lens: Sequence[int] | None) -> int:
     """Tokens of the sequence that a token lies in, on average; of all sequences where no length is
     known."""

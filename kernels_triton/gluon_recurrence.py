@@ -46,8 +46,8 @@ def load_steps(
 @gluon.jit
 def advance_steps(
     o, out, initial_state, final_state, p_states, nkd_s, qd_s, kr_s, m_s, gamma_s, v_s, o_s,
-    full, empty, steps, length, i_b, i_h, i_v, i_n, i_s, of_P, to_final, to_states, bos,
-    out_b, out_t, out_h,
+    full, empty, steps, length, i_b, i_h, i_v, i_n, of_P, from_initial, from_states, to_final,
+    to_states, bos, out_b, out_t, out_h,
     s0_n, s0_h, s0_v, s0_k, s1_n, s1_h, s1_v, s1_k,
     C: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
     HAS_INITIAL: gl.constexpr, HAS_FINAL: gl.constexpr, SEGMENTED: gl.constexpr,
@@ -66,11 +66,14 @@ def advance_steps(
     if HAS_INITIAL:
         p_s = i_n.to(gl.int64) * s0_n + i_h.to(gl.int64) * s0_h
         p_s += o_v.to(gl.int64)[:, None] * s0_v + o_k[None, :] * s0_k
-        b_S = gl.load(initial_state + p_s, mask=o_S * 0 + i_s == 0, other=0.0).to(gl.float32)
+        b_S = gl.load(initial_state + p_s, mask=(o_S >= 0) & from_initial, other=0.0)
+        b_S = b_S.to(gl.float32)
     if SCAN:
+        if HAS_INITIAL:
+            gl.store(p_states + o_S, b_S, mask=(o_S >= 0) & from_initial & (steps > 0))
         b_S = gl.where(of_P & (o_v[:, None] == o_k[None, :]), 1.0, b_S)
     elif SEGMENTED:
-        b_S += gl.load(p_states + o_S, mask=o_S * 0 + i_s > 0, other=0.0)
+        b_S += gl.load(p_states + o_S, mask=(o_S >= 0) & from_states, other=0.0)
     zero = gl.zeros([BV, C], gl.float32, ACC_X)
     b_Sb = gl.convert_layout(b_S.to(gl.bfloat16), LEFT_X)
     b_o = zero.to(gl.bfloat16)
@@ -132,7 +135,7 @@ def advance_steps(
             p_o += (bos + i * C + o_c)[None, :] * aligned(out_t, out) + r_v[:, None]
             gl.store(p_o, b_o, mask=(o_c < left)[None, :])
     if SCAN:
-        gl.store(p_states + to_states + o_S, b_S, mask=o_S * 0 + steps > 0)
+        gl.store(p_states + to_states + o_S, b_S, mask=(o_S >= 0) & (steps > 0))
     elif HAS_FINAL:  # noqa: SIM102  the compiler resolves one condition, not the other
         if to_final:
             p_s = i_n.to(gl.int64) * s1_n + i_h.to(gl.int64) * s1_h
@@ -177,8 +180,9 @@ def recurrence_kernel(
     of_P = gl.program_id(0) % PARTS >= SPLITS
     i_h = gl.program_id(0) // PARTS % HV
     i_n = gl.program_id(0) // PARTS // HV
-    i_s = i_n * 0
     before = i_n * 0  # steps of the sequence that are not this program's
+    from_initial = i_n >= 0
+    from_states = i_n < 0
     to_final = i_n >= 0
     to_states = i_n.to(gl.int64) * 0
     p_states = states
@@ -186,10 +190,15 @@ def recurrence_kernel(
         i_n, i_s, i_place, bos, before, length, after = segment_at(
             cu_seqlens, i_n, T, N, segment, C, PACKED, SCAN
         )
+        from_initial = (i_s == 0) & (after == 0)
+        from_states = i_s > 0
+        if HAS_INITIAL:
+            from_states = from_states | (after > 0)
         to_final = (length >= 0) & (after == 0)
         if SCAN:
             # the last needs neither Z nor P; the Z of the first starts from the initial state
             length = gl.where((after == 0) | (of_P & (i_s == 0)), 0, length)
+            from_initial = i_s == 0
             to_states = gl.where(of_P, places, 1).to(gl.int64) * HV * D * D
         length = gl.maximum(length, 0)
         p_states = states + i_place.to(gl.int64) * HV * D * D + i_h * D * D
@@ -229,8 +238,8 @@ def recurrence_kernel(
                 advance_steps,
                 (
                     o, out, initial_state, final_state, p_states, nkd_s, qd_s, kr_s, m_s, gamma_s,
-                    v_s, o_s, full, empty, steps, length, i_b, i_h, i_v, i_n, i_s, of_P, to_final,
-                    to_states, bos, out_b, out_t, out_h,
+                    v_s, o_s, full, empty, steps, length, i_b, i_h, i_v, i_n, of_P, from_initial,
+                    from_states, to_final, to_states, bos, out_b, out_t, out_h,
                     s0_n, s0_h, s0_v, s0_k, s1_n, s1_h, s1_v, s1_k,
                     C, BV, STAGES, WARPS, HAS_INITIAL, HAS_FINAL, SEGMENTED, SCAN,
                 ),

@@ -1,4 +1,4 @@
-"""Device functions that both stages use."""
+"""Device functions that several kernels use."""
 
 import triton
 import triton.language as tl
@@ -107,5 +107,5 @@ def segment_at(
     steps = (length + C - 1) // C
     before = i_s * (steps // count) + tl.minimum(i_s, steps % count)
     own = (steps // count + (i_s < steps % count).to(tl.int32)) * C
-    own = tl.where(i_s < count, tl.minimum(own, length - before * C), -1)
+    own = tl.where((i_s >= 0) & (i_s < count), tl.minimum(own, length - before * C), -1)
     return i_n, i_s, place, bos, before, own, length - before * C - own

@@ -4,7 +4,8 @@ The state rows stay in fp32 registers over the whole sequence; rounded to bf16 t
 operand of both products that read them. Everything else arrives by TMA, stages ahead of its use.
 
 A program may advance one segment of a sequence instead (README, E7): SEGMENTED from the state
-before it, SCAN without outputs, for the rows of Z and P.
+before it, SCAN without outputs, for the rows of Z and P. SCAN also keeps the initial states of
+split sequences, because SEGMENTED programs may overwrite them in place.
 """
 
 import triton
@@ -111,14 +112,19 @@ def recurrence_kernel(
 
     o_v = (i_v * BV + tl.arange(0, BV))[:, None].to(tl.int64)
     o_k = tl.arange(0, D)[None, :]
+    o_S = o_v * D + o_k
     b_S = tl.zeros((BV, D), dtype=tl.float32)
     if HAS_INITIAL:
         p_s = i_n.to(tl.int64) * s0_n + i_h.to(tl.int64) * s0_h + o_v * s0_v + o_k * s0_k
-        b_S = tl.load(initial_state + p_s, mask=b_S + i_s == 0, other=0.0).to(tl.float32)
+        if not SCAN:
+            i_s += after  # above 0 in every segment of a split sequence
+        b_S = tl.load(initial_state + p_s, mask=o_S * 0 + i_s == 0, other=0.0).to(tl.float32)
     if SCAN:
+        if HAS_INITIAL:
+            tl.store(p_states + o_S, b_S, mask=o_S * 0 + i_s == 0)
         b_S = tl.where(of_P & (o_v == o_k), 1.0, b_S)
     elif SEGMENTED:
-        b_S += tl.load(p_states + o_v * D + o_k, mask=tl.zeros_like(b_S) + i_s > 0, other=0.0)
+        b_S += tl.load(p_states + o_S, mask=o_S * 0 + i_s > 0, other=0.0)
     for i in tl.range(0, length // C, num_stages=STAGES):
         b_S, b_o = advance(
             b_S, nkd, qd, kr, m, gamma, v, (i_tile + i) * HV + i_h, i_b, i_h, bos + i * C, i_v, C,
@@ -143,7 +149,7 @@ def recurrence_kernel(
             tl.store(p_o, tl.trans(b_o).to(tl.bfloat16), mask=o_c < left)
     if SCAN:
         p_states += tl.where(of_P, places, 1).to(tl.int64) * HV * D * D
-        tl.store(p_states + o_v * D + o_k, b_S)
+        tl.store(p_states + o_S, b_S)
     elif HAS_FINAL:  # noqa: SIM102  the compiler resolves one condition, not the other
         if after == 0:
             p_s = i_n.to(tl.int64) * s1_n + i_h.to(tl.int64) * s1_h + o_v * s1_v + o_k * s1_k

@@ -18,7 +18,8 @@ from test_compile import CALLS, OFFERS, VARIANTS
 from kda import check, planner, tuning, workspace
 from kda.prefill import bind
 
-PAIRS = [(variant, CALLS[name]) for variant in VARIANTS for name in ("packed", "dense", "bare")]
+NAMES = ("packed", "dense", "bare", "segments")
+PAIRS = [(variant, CALLS[name]) for variant in VARIANTS for name in NAMES]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter launches nothing")
@@ -29,13 +30,14 @@ def test_a_direct_launch_passes_what_tritons_own_launch_passes(tmp_path):
     here = Path(__file__).parent
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=here)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["checked"] * 2 * len(PAIRS)
+    stages = 2 * len(PAIRS) + 2 * len(VARIANTS)  # those with segments have two more
+    assert done.stdout.split() == ["checked"] * stages
 
 
 def check_every_stage(folder: Path) -> None:
     from fake_cuda import FakeCuda
 
-    from kernels_triton import launch
+    from kernels_triton import launch, plain_launch
 
     cuda = FakeCuda(folder)
     for variant, case in PAIRS:
@@ -46,12 +48,16 @@ def check_every_stage(folder: Path) -> None:
             plan = planner.plan.__wrapped__(problem, OFFERS)
         args, ws = workspace.allocate_outputs(args), workspace.carve(plan, args.q)
         stages = launch.language(plan.variant.gluon)
-        for stage, launcher in (
-            (stages.prepare, stages.launch_prepare),
-            (stages.recurrence, stages.launch_recurrence),
-        ):
-            check_stage(cuda, launcher, partial(stage, args, plan, ws))
-            print("checked")
+        of = {
+            stages.prepare: stages.launch_prepare,
+            stages.scan: stages.launch_recurrence,
+            stages.merge: plain_launch.launch_merge,
+            stages.recurrence: stages.launch_recurrence,
+        }
+        for stage, launcher in of.items():
+            if plan.segment or stage in (stages.prepare, stages.recurrence):
+                check_stage(cuda, launcher, partial(stage, args, plan, ws))
+                print("checked")
 
 
 def check_stage(cuda, launcher, run) -> None:

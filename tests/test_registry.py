@@ -188,16 +188,23 @@ def test_a_cutlass_dsl_that_does_not_import_is_a_reason(monkeypatch, installed):
     assert kernels_cute.available(H200).startswith("importing tvm_ffi failed: ModuleNotFound")
 
 
-def test_auto_passes_a_backend_over_without_importing_it_and_says_so(monkeypatch):
-    monkeypatch.setattr(kernels_cute, "available", None)  # a call would raise
-    monkeypatch.setattr(tuning, "NOT_FOR_AUTO", {"cute": "not the faster one"})
-    plan = planner.plan(DENSE, (*registry.offers("auto", H200)[:1], TRITON_OFFER))
-    assert plan.backend == "triton"
-    assert plan.rejected == (("cute", "not the faster one"),)
+def test_auto_leaves_short_sequences_to_the_backend_that_is_faster_there(monkeypatch):
+    monkeypatch.setattr(kernels_cute, "available", lambda device: None)
+    cute = registry.offers("cute", H200)[0]
+    least = tuning.AUTO_MIN_LEN["cute"]
+    for T, backend in ((least, "cute"), (least - 1, "triton")):
+        problem = DENSE._replace(T=T, seq_lens=(T,))
+        plan = planner.plan(problem, (cute, TRITON_OFFER))
+        assert plan.backend == backend
+    why = f"slower for sequences of typically {least - 1} tokens, under {least}"
+    assert plan.rejected == (("cute", why),)
+    broken = TRITON_OFFER._replace(reason="broken")
+    assert planner.plan(problem, (cute, broken)).backend == "cute", "nobody else can"
+    assert planner.plan(problem, (cute,)).backend == "cute", "as asked"
 
 
 def test_what_cute_does_not_declare_falls_to_triton_with_its_reason(monkeypatch):
-    monkeypatch.setattr(tuning, "NOT_FOR_AUTO", {})
+    monkeypatch.setattr(tuning, "AUTO_MIN_LEN", {})
     monkeypatch.setattr(kernels_cute, "available", lambda device: None)
     cute = registry.offers("auto", H200)[0]
     assert planner.plan(DENSE, (cute, TRITON_OFFER)).backend == "cute"

@@ -6,11 +6,13 @@ No bit of a split run is promised to be that of the serial one; both answer to t
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from cases import BF16, Case, make_inputs
 from compare import INTERPRETED, assert_call, assert_close, limit_of
+from triton.runtime import interpreter
 
 import kda
 from kda import planner, reference, segments, tuning, varlen
@@ -43,26 +45,28 @@ def plan_of(*lens: int, **changes):
         ((8192,), 12, True),
         ((65536, *(1024,) * 5), 8, True),
         ((16384, 16384), 4, False),
+        ((4096,), 1, True),
     ],
 )
 def test_auto_splits_long_sequences_of_few_heads_and_says_what_it_expects(lens, HV, known):
     plan = plan_of(*lens, HV=HV, known=known)
     assert plan.segments > 1
-    assert plan.segments == ceil_div(max(lens), plan.segment)
-    assert plan.critical_steps < plan.max_steps
+    longest = max(lens) if known else sum(lens)  # nobody says that they are alike
+    assert plan.segments == ceil_div(longest, plan.segment)
+    assert not known or plan.critical_steps < plan.max_steps
     assert 0 < plan.split_us < plan.serial_us
-    for word in (f"split: {plan.segments} segments", "predicted", tuning.PACES_SOURCE):
+    for word in (f"split: segments of at most {plan.segment}", "predicted", "bench/results/"):
         assert word in plan.reason
 
 
 @pytest.mark.parametrize(
     ("lens", "HV", "why"),
     [
-        ((65536,), 96, "1 x 96 recurrences fill the device"),
-        ((1024,) * 64, 8, "64 x 8 recurrences fill the device"),
-        ((512,), 8, "serial: 4 segments"),
+        ((65536,), 96, "1 x 96 recurrences leave no room for two segments of each"),
+        ((1024,) * 64, 8, "64 x 8 recurrences leave no room for two segments of each"),
+        ((512,), 8, "serial: segments of at most 192"),
         ((16,), 8, "no sequence is longer than a step of 16"),
-        ((65536,), 32, "serial: 2 segments"),
+        ((65536,), 32, "serial: segments of at most 32768"),
     ],
 )
 def test_auto_stays_serial_where_a_split_does_not_pay_and_says_why(lens, HV, why):
@@ -84,6 +88,7 @@ def test_unknown_lengths_are_met_with_segments_that_equal_ones_would_not_fill():
     for calls in (
         plan_of(*lens, known=False, use_intracard_cp=False),
         plan_of(*(300,) * 6, known=False),  # idle launches would be dear
+        plan_of(8192, 8192, known=False, HV=39),  # the variant that splits would be slower
         plan_of(*lens, known=False, HV=96),
     ):
         assert calls.segments == 1
@@ -91,7 +96,7 @@ def test_unknown_lengths_are_met_with_segments_that_equal_ones_would_not_fill():
 
 def test_auto_takes_a_split_exactly_where_its_prediction_is_lower(monkeypatch):
     for us, count in ((99.0, 4), (101.0, 1)):
-        best = segments.Split(2048, 32, 4, us)
+        best = segments.Split(2048, 32, us)
         monkeypatch.setattr(segments, "split", lambda *_, best=best: best)
         monkeypatch.setattr(segments, "serial_us", lambda *_: 100.0)
         planner.plan.cache_clear()
@@ -113,6 +118,13 @@ def test_a_step_more_than_that_can_be_split():
         plan = plan_of(*lens, known=known, use_intracard_cp=True)
         assert plan.segments >= 2
         assert "as asked" in plan.reason
+
+
+def test_every_variant_that_may_run_segments_has_paces_with_a_source():
+    for backend in ("cute", "triton"):
+        for rule in tuning.RULES[backend]:
+            source = tuning.PACES[rule.variant].source
+            assert (Path(__file__).parent.parent / source).is_file()
 
 
 def test_a_backend_without_segments_refuses_them_and_otherwise_runs_serially():
@@ -283,7 +295,12 @@ def test_a_split_call_answers_to_the_reference_and_repeats_its_bits(
 
 
 @pytest.mark.small
-def test_states_in_place_are_read_before_they_are_written(splitting, split):
+@pytest.mark.parametrize("order", [1, -1])
+def test_states_in_place_are_read_before_they_are_written(order, splitting, split, monkeypatch):
+    if splitting.interpreted:  # which runs programs one by one; a GPU, in any order
+        monkeypatch.setattr(interpreter, "range", lambda *n: range(*n)[::order], raising=False)
+    elif order < 0:
+        pytest.skip("a GPU has an order of its own")
     split(3)
     call = make_inputs(Case("in_place", (100, 0, 33), "weak", H=1, HV=1), splitting.device)
     states = call["initial_state"].clone()
@@ -292,6 +309,22 @@ def test_states_in_place_are_read_before_they_are_written(splitting, split):
     )
     assert final is states
     assert_call(call, o, final, interpreted=splitting.interpreted)
+
+
+@pytest.mark.small
+@pytest.mark.parametrize("offsets", [(70, 150), (150, 20), (40, 40)])
+def test_offsets_that_do_not_start_at_zero_leave_the_sequence_right(offsets, splitting, split):
+    split(5)
+    call = make_inputs(Case("late", (150,), "weak", H=1, HV=1), splitting.device)
+    backend, args, plan, ws = splitting.stages(call | {"use_intracard_cp": True})
+    args = args._replace(cu_seqlens=torch.tensor(offsets, device=splitting.device))
+    backend.launch(args, plan, ws)
+    first, last = offsets[0], max(offsets)
+    own = {name: call[name][:, first:last] for name in ("q", "k", "v", "g", "beta")}
+    own["cu_seqlens"] = torch.tensor([0, last - first], device=splitting.device)
+    assert_call(
+        call | own, args.out[:, first:last], args.final_state, interpreted=splitting.interpreted
+    )
 
 
 @pytest.mark.small

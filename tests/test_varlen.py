@@ -100,14 +100,6 @@ def test_a_dense_row_takes_its_own_steps_and_a_pack_one_spare_a_sequence(
     assert varlen.tile_count(B, T, N, packed, step) == tiles
 
 
-@given(LENGTHS, STEPS)
-def test_known_lengths_never_promise_more_steps_than_unknown_ones(lengths, step):
-    T = sum(lengths)
-    known = varlen.max_steps(T, lengths, step)
-    assert known == max(-(-n // step) for n in lengths)
-    assert known <= varlen.max_steps(T, None, step)
-
-
 @pytest.mark.parametrize(
     ("seq_lens", "expected"),
     [
