@@ -233,7 +233,7 @@ def test_flas_split_gets_offsets_for_a_dense_call_and_refuses_a_batch():
 def test_the_published_sets_are_complete():
     sizes = {name: len(cases) for name, cases in shapes.GROUPS.items()}
     assert (sizes["cuLA, fixed"], sizes["cuLA, packed"], sizes["FlashKDA"]) == (10, 18, 6)
-    assert len(shapes.CASES["cp"]) == 5 * 16
+    assert len(shapes.CASES["cp"]) == 5 * 16 + len(shapes.DEVICE_ONLY)
     assert len(shapes.CASES["accuracy"]) == 6 * 4
     for cases in (*shapes.CASES.values(), *shapes.QUICK.values()):
         assert len({c.name for c in cases}) == len(cases)

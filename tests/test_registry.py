@@ -230,6 +230,7 @@ def test_an_old_triton_is_a_reason_that_has_both_versions(monkeypatch):
 
 def test_a_missing_optional_package_is_a_reason(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(kernels_cute, "available", lambda device: "not here")
     why = registry.offer("triton", H200).reason
     assert why is not None
     assert why.startswith("importing triton failed: ModuleNotFoundError")
