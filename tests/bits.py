@@ -18,13 +18,19 @@ def digest(*tensors: torch.Tensor) -> str:
 
 def main() -> None:
     shipped = tuning.RULES["triton"]
-    for rules in (shipped, tuple(r._replace(min_len=0) for r in shipped)):  # plain, Gluon
+    gluon = tuple(r._replace(min_len=0) for r in shipped)
+    for backend, rules in (("triton", shipped), ("triton", gluon), ("cute", shipped)):
         tuning.RULES["triton"] = rules
         planner.plan.cache_clear()
         for case in CASES:
-            call = make_inputs(case, "cuda")
-            results = kda.prefill(**call, output_final_state=True, backend="triton")
-            print(case.name, kda.explain(**call, backend="triton").variant.gluon, digest(*results))
+            call = make_inputs(case, "cuda") | {"output_final_state": True, "backend": backend}
+            for cp in (False, True):
+                try:
+                    plan = kda.explain(**call, use_intracard_cp=cp)
+                except (kda.BackendError, kda.NotSplittableError):
+                    continue
+                results = kda.prefill(**call, use_intracard_cp=cp)
+                print(case.name, backend, plan.variant.gluon, plan.segment, digest(*results))
 
 
 if __name__ == "__main__":
