@@ -29,7 +29,7 @@ def stage_us(pace: tuning.Pace, longest: int, programs: int, steps: int, sms: in
     together take `steps`."""
     full, rest = divmod(programs, len(pace.step) * sms)
     step = full * pace.step[-1] + (pace.step[(rest - 1) // sms] if rest else 0)
-    return tuning.START_US + max(longest * step, steps * pace.share * tuning.SMS / sms)
+    return pace.start + max(longest * step, steps * pace.share * tuning.SMS / sms)
 
 
 def serial_us(lengths: Sequence[int], HV: int, variant: Variant, sms: int) -> float:
@@ -59,7 +59,7 @@ def split(lengths: Sequence[int], segment: int, HV: int, variant: Variant, sms: 
     scanned = launched - len(counts) * programs  # the first has no P
     paces = tuning.PACES[variant]
     us = stage_us(paces.scan, steps, launched, scanned * steps, sms)
-    us += tuning.START_US + paces.merge * (counts[0] - 2)
+    us += tuning.MERGE_START_US + paces.merge * (counts[0] - 2) + tuning.STATES_US
     total = sum(lengths) // variant.step * programs
     us += stage_us(paces.recurrence, steps, long, total, sms)
     return Split(segment, steps, us)
@@ -96,7 +96,7 @@ def precaution(
     most = sms // (problem.HV * variant.v_splits)
     if problem.seq_lens is not None or most < 2:
         return None
-    us = serial_us(lengths, problem.HV, variant, sms) + 2 * tuning.START_US
+    us = serial_us(lengths, problem.HV, variant, sms) + tuning.IDLE_US
     steps = varlen.ceil_div(max(T // most, lengths[0]), variant.step)
     if us > (1 + tuning.IDLE_PART) * before or steps * variant.step >= T:
         return None

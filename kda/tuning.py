@@ -6,10 +6,11 @@ from kda.contract import Variant
 
 
 class Pace(NamedTuple):
-    """What a step takes in the recurrence, or in the pre-scan of segments [us]."""
+    """What the recurrence, or the pre-scan of segments, takes [us]."""
 
+    start: float  # the launch, and what its time exceeds its steps by
     step: tuple[float, ...]  # where each SM runs one program, two, ... as many as it can hold
-    share: float  # of one program, where the device as a whole is the limit
+    share: float  # a step of one program, where the device as a whole is the limit
 
 
 class Paces(NamedTuple):
@@ -52,31 +53,34 @@ CUTE: tuple[Rule, ...] = (
 
 RULES = {"cute": CUTE, "triton": TRITON, "torch": TORCH}
 
-# For sequences of typically fewer tokens "auto" passes a backend over: VARIANTS_CUTE against the
-# plain rows of VARIANTS, whose prepare and recurrence together are faster there.
-AUTO_MIN_LEN = {"cute": 256}
+# For sequences of typically fewer tokens "auto" passes a backend over: PREFILL has cute against
+# triton at 204 tokens (cute is 8% faster), at 64 and at 32 (5% and 80% slower).
+AUTO_MIN_LEN = {"cute": 192}
 
 # Segments (intra-card context parallelism) are chosen by predictions from these.
 SMS = 132  # of the device that they were measured on
-START_US = 4.0  # a launch and its first step: what a row's time exceeds its steps by
-IDLE_PART = 0.05  # fallback: a premium. What idle launches may add where lengths are not known
+MERGE_START_US = 4.5  # as a pace's
+STATES_US = 3.0  # that segments start from states in memory
+IDLE_US = 8.0  # launches of pre-scan and merge that find nothing to split
+IDLE_PART = 0.05  # fallback: a premium. What they may add where lengths are not known
 SEGMENTS = "bench/results/2026-12-01-h200-segments.json"
+PREFILL = "bench/results/2026-12-01-h200-prefill.json"
 
 PACES = {
     Variant(4, 128, 4, 8, 2, gluon=True): Paces(
-        Pace((1.73,), 0.0219), Pace((1.06,), 0.0094), 2.2, SEGMENTS
+        Pace(4.0, (1.73,), 0.0219), Pace(4.0, (1.06,), 0.0094), 2.2, SEGMENTS
     ),
     Variant(4, 64, 4, 4, 3, gluon=True): Paces(
-        Pace((1.0,), 0.0109), Pace((0.72, 0.97), 0.0046), 2.2, SEGMENTS
+        Pace(4.0, (1.0,), 0.0109), Pace(4.0, (0.72, 0.97), 0.0046), 2.2, SEGMENTS
     ),
     Variant(1, 64, 2, 4, 3): Paces(
-        Pace((0.69, 0.98), 0.0034), Pace((0.51, 0.65, 0.95, 1.3), 0.0028), 2.2, SEGMENTS
+        Pace(4.0, (0.69, 0.98), 0.0034), Pace(4.0, (0.51, 0.65, 0.95, 1.3), 0.0028), 2.2, SEGMENTS
     ),
     # a program of cute's scan has rows of Z and of P: one stands for two here
     Variant(4, 128, 4, 8, 3): Paces(
-        Pace((1.33,), 0.0224), Pace((0.82, 0.82), 0.0036), 2.8, VARIANTS_CUTE
+        Pace(4.0, (1.33,), 0.0224), Pace(7.0, (0.82, 0.82), 0.0036), 2.4, PREFILL
     ),
     Variant(4, 64, 4, 4, 3): Paces(
-        Pace((0.83,), 0.0107), Pace((0.82, 0.82), 0.0036), 2.8, VARIANTS_CUTE
+        Pace(4.0, (0.81,), 0.0107), Pace(7.0, (0.82, 0.82), 0.0036), 2.4, PREFILL
     ),
 }

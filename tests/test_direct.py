@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,10 @@ def test_a_direct_launch_passes_what_tritons_own_launch_passes(tmp_path):
     """In a process of its own, which never sees another driver."""
     command = [sys.executable, "-m", "test_direct", tmp_path]
     here = Path(__file__).parent
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=here)
+    root = {"PYTHONPATH": os.pathsep.join((str(here.parent), *sys.path))}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=here, env=os.environ | root
+    )
     assert done.returncode == 0, done.stderr
     stages = 2 * len(PAIRS) + 2 * len(VARIANTS)  # those with segments have two more
     assert done.stdout.split() == ["checked"] * stages

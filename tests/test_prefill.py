@@ -282,5 +282,5 @@ def test_two_processes_give_the_same_bits():
     root = {"PYTHONPATH": os.pathsep.join((str(script.parents[1]), *sys.path))}
     run = partial(subprocess.run, [sys.executable, str(script)], env=os.environ | root)
     first, second = (run(capture_output=True, text=True, check=True).stdout for _ in range(2))
-    assert len(first.splitlines()) == 2 * len(CASES)
+    assert len(first.splitlines()) > 2 * len(CASES), "serial and split, every backend"
     assert first == second
