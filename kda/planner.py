@@ -80,7 +80,9 @@ def plan(problem: Problem, offers: tuple[Offer, ...]) -> Plan:
         for r in tuning.RULES[offer.backend]
         if length >= r.min_len and runs(r.variant, problem, offer)
     ]
-    rule = next(r for r in rules if r.min_programs <= N * HV)
+    tokens = B * T if problem.seq_lens is None else sum(problem.seq_lens)
+    programs = HV * tokens // max(length, 1)
+    rule = next(r for r in rules if r.min_programs <= programs)
     choice = segments.Choice(None, "serial")
     if Feature.SEGMENTS in offer.features:
         # segments make programs enough, so the variant for few programs runs them

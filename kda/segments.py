@@ -24,22 +24,27 @@ class Split(NamedTuple):
     us: float  # predicted: pre-scan, merge and recurrence
 
 
-def stage_us(pace: tuning.Pace, longest: int, programs: int, steps: int, sms: int) -> float:
-    """Predicted time of a kernel: `programs` of it take about the `longest` number of steps, all
-    together take `steps`."""
-    full, rest = divmod(programs, len(pace.step) * sms)
+def stage_us(
+    pace: tuning.Pace, longest: int, near: int, programs: int, steps: int, sms: int
+) -> float:
+    """Predicted time of a kernel: `near` of its programs take about the `longest` number of steps,
+    all of them together take `steps`."""
+    slots = len(pace.step) * sms
+    full, rest = divmod(near, slots)
     step = full * pace.step[-1] + (pace.step[(rest - 1) // sms] if rest else 0)
-    return pace.start + max(longest * step, steps * pace.share * tuning.SMS / sms)
+    step += pace.crowd * min(near, slots)
+    start = pace.start * max(1, programs / slots)
+    return start + max(longest * step, steps * pace.share * tuning.SMS / sms)
 
 
 def serial_us(lengths: Sequence[int], HV: int, variant: Variant, sms: int) -> float:
     """Predicted time of the recurrence over whole sequences, the longest first."""
-    programs = HV * variant.v_splits
+    own = HV * variant.v_splits
     longest = varlen.ceil_div(lengths[0], variant.step)
-    steps = sum(lengths) // variant.step
+    near = nearly(lengths, lengths[0]) * own
+    steps = sum(lengths) // variant.step * own
     pace = tuning.PACES[variant].recurrence
-    long = nearly(lengths, lengths[0]) * programs
-    return stage_us(pace, longest, long, steps * programs, sms)
+    return stage_us(pace, longest, near, len(lengths) * own, steps, sms)
 
 
 def nearly(lengths: Sequence[int], longest: int) -> int:
@@ -53,16 +58,18 @@ def split(lengths: Sequence[int], segment: int, HV: int, variant: Variant, sms: 
     steps = varlen.ceil_div(segment, variant.step)
     segment = steps * variant.step
     counts = [varlen.ceil_div(n, segment) for n in takewhile(segment.__lt__, lengths)]
-    programs = HV * variant.v_splits
-    long = (sum(counts) + nearly(lengths[len(counts) :], segment)) * programs
-    launched = 2 * (sum(counts) - len(counts)) * programs  # Z and P, of all but the last
-    scanned = launched - len(counts) * programs  # the first has no P
+    whole, segments = lengths[len(counts) :], sum(counts)
+    own = HV * variant.v_splits
+    launched = 2 * (segments - len(counts)) * own  # Z and P, of all but the last
+    scanned = launched - len(counts) * own  # the first has no P
     paces = tuning.PACES[variant]
-    us = stage_us(paces.scan, steps, launched, scanned * steps, sms)
-    us += tuning.MERGE_START_US + paces.merge * (counts[0] - 2) + tuning.STATES_US
-    total = sum(lengths) // variant.step * programs
-    us += stage_us(paces.recurrence, steps, long, total, sms)
-    return Split(segment, steps, us)
+    us = stage_us(paces.scan, steps, launched, launched, scanned * steps, sms)
+    start, product = paces.merge
+    us += start + product * (counts[0] - 2)
+    near, programs = segments + nearly(whole, segment), segments + len(whole)
+    total = sum(lengths) // variant.step * own
+    us += stage_us(paces.recurrence, steps, near * own, programs * own, total, sms)
+    return Split(segment, steps, us + tuning.STATES_US)
 
 
 def counts_to_try(problem: Problem, longest: int, variant: Variant, sms: int) -> list[int]:
@@ -72,7 +79,7 @@ def counts_to_try(problem: Problem, longest: int, variant: Variant, sms: int) ->
     filled = most * longest / max(problem.B * problem.T, 1)
     paces = tuning.PACES[variant]
     chain = longest / variant.step * (paces.recurrence.step[0] + paces.scan.step[0])
-    balanced = min(filled, (chain / paces.merge) ** 0.5)
+    balanced = min(filled, (chain / paces.merge[1]) ** 0.5)
     tried = {int(count) for count in (filled, 0.75 * filled, 0.5 * filled, balanced)}
     return sorted(tried - {0, 1})
 

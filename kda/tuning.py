@@ -8,22 +8,23 @@ from kda.contract import Variant
 class Pace(NamedTuple):
     """What the recurrence, or the pre-scan of segments, takes [us]."""
 
-    start: float  # the launch, and what its time exceeds its steps by
+    start: float  # of a program: what its time exceeds its steps by, the launch included
     step: tuple[float, ...]  # where each SM runs one program, two, ... as many as it can hold
     share: float  # a step of one program, where the device as a whole is the limit
+    crowd: float = 0.0  # longer that each program makes a step of the others
 
 
 class Paces(NamedTuple):
     recurrence: Pace
     scan: Pace
-    merge: float  # a product of the chain
+    merge: tuple[float, float]  # its start, and a product of the chain
     source: str  # as a rule's
 
 
 class Rule(NamedTuple):
     """The first rule whose conditions all hold gives the variant."""
 
-    min_programs: int  # independent recurrences: N * HV
+    min_programs: int  # independent recurrences: HV * tokens / length, the next field's
     min_len: int  # tokens of the sequence that a token lies in, on average
     variant: Variant
     source: str  # a file of bench/results, or "fallback: <why>"
@@ -53,34 +54,36 @@ CUTE: tuple[Rule, ...] = (
 
 RULES = {"cute": CUTE, "triton": TRITON, "torch": TORCH}
 
-# For sequences of typically fewer tokens "auto" passes a backend over: PREFILL has cute against
-# triton at 204 tokens (cute is 8% faster), at 64 and at 32 (5% and 80% slower).
+# For sequences of typically fewer tokens "auto" passes a backend over: h200-prefill.json has cute
+# against triton at 204 tokens (cute is 8% faster), at 64 and at 32 (5% and 80% slower).
 AUTO_MIN_LEN = {"cute": 192}
 
 # Segments (intra-card context parallelism) are chosen by predictions from these.
 SMS = 132  # of the device that they were measured on
-MERGE_START_US = 4.5  # as a pace's
 STATES_US = 3.0  # that segments start from states in memory
-IDLE_US = 8.0  # launches of pre-scan and merge that find nothing to split
-IDLE_PART = 0.05  # fallback: a premium. What they may add where lengths are not known
+IDLE_US = 17.0  # launches of pre-scan and merge that find nothing to split
+IDLE_PART = 0.1  # fallback: a premium. What they may add where lengths are not known
 SEGMENTS = "bench/results/2026-12-01-h200-segments.json"
-PREFILL = "bench/results/2026-12-01-h200-prefill.json"
+CP = "bench/results/2026-12-01-h200-cp.json"
 
 PACES = {
     Variant(4, 128, 4, 8, 2, gluon=True): Paces(
-        Pace(4.0, (1.73,), 0.0219), Pace(4.0, (1.06,), 0.0094), 2.2, SEGMENTS
+        Pace(4.0, (1.73,), 0.0219), Pace(4.0, (1.06,), 0.0094), (4.0, 2.2), SEGMENTS
     ),
     Variant(4, 64, 4, 4, 3, gluon=True): Paces(
-        Pace(4.0, (1.0,), 0.0109), Pace(4.0, (0.72, 0.97), 0.0046), 2.2, SEGMENTS
+        Pace(4.0, (1.0,), 0.0109), Pace(4.0, (0.72, 0.97), 0.0046), (4.0, 2.2), SEGMENTS
     ),
     Variant(1, 64, 2, 4, 3): Paces(
-        Pace(4.0, (0.69, 0.98), 0.0034), Pace(4.0, (0.51, 0.65, 0.95, 1.3), 0.0028), 2.2, SEGMENTS
+        Pace(4.0, (0.69, 0.98), 0.0034),
+        Pace(4.0, (0.51, 0.65, 0.95, 1.3), 0.0028),
+        (4.0, 2.2),
+        SEGMENTS,
     ),
     # a program of cute's scan has rows of Z and of P: one stands for two here
     Variant(4, 128, 4, 8, 3): Paces(
-        Pace(4.0, (1.33,), 0.0224), Pace(7.0, (0.82, 0.82), 0.0036), 2.4, PREFILL
+        Pace(4.0, (1.33,), 0.0224), Pace(10.5, (0.77, 0.77), 0.0036), (6.5, 2.4), CP
     ),
     Variant(4, 64, 4, 4, 3): Paces(
-        Pace(4.0, (0.81,), 0.0107), Pace(7.0, (0.82, 0.82), 0.0036), 2.4, PREFILL
+        Pace(4.0, (0.735,), 0.0107, 0.0024), Pace(10.5, (0.77, 0.77), 0.0036), (6.5, 2.4), CP
     ),
 }
