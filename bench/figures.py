@@ -11,25 +11,31 @@ if TYPE_CHECKING:
     import pandas as pd
 
 PEERS = ("fla", "fla_cp")
+SLOWEST = 0.25  # of FLA's speed: what is shown beside it (not PyTorch on a GPU)
 
 
 def speed_up(df: pd.DataFrame) -> Figure | None:
-    """Bars: FLA's time over ours, of calls and in CUDA graphs."""
-    part = df[~df.provider.isin(PEERS) & df.cp.eq("auto")]
-    ratios = {"calls": "x_fla", "CUDA graphs": "x_fla_graph"}
-    bars = part.rename(columns={column: name for name, column in ratios.items()}).pivot_table(
-        index="case", columns="provider", values=[*ratios], sort=False
-    )
-    if bars.empty:
+    """Points: FLA's time over ours, of calls and in CUDA graphs, a line a case."""
+    part = df[~df.provider.isin(PEERS) & df.cp.eq("auto") & df.x_fla.ge(SLOWEST)]
+    cases = list(dict.fromkeys(part.case))[::-1]
+    if not cases:
         return None
-    bars.columns = [f"{provider}, {what}" for what, provider in bars.columns]
-    figure = Figure(figsize=(8, 1.5 + 0.16 * bars.size), layout="constrained")
+    figure = Figure(figsize=(8, 1.5 + 0.2 * len(cases)), layout="constrained")
     axes = figure.subplots()
-    bars.iloc[::-1].plot.barh(ax=axes, width=0.8)
+    for provider, rows in part.groupby("provider", sort=False):
+        at = [cases.index(case) for case in rows.case]
+        (drawn,) = axes.plot(rows.x_fla_graph, at, "o", label=f"{provider}, CUDA graphs")
+        axes.plot(
+            rows.x_fla, at, "o", color=drawn.get_color(), markerfacecolor="none",
+            label=f"{provider}, calls",
+        )  # fmt: skip
     axes.axvline(1, color="black", linewidth=1)
-    axes.set(xlabel="FLA's time / ours", ylabel="")
-    for container in axes.containers:
-        axes.bar_label(container, fmt="%.2f", fontsize=7, padding=2)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.set_yticks(range(len(cases)), cases, fontsize=7)
+    axes.set(xlabel="FLA's time / ours", ylim=(-1, len(cases)))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
     return figure
 
 
@@ -40,36 +46,42 @@ def time_against_length(df: pd.DataFrame) -> Figure | None:
     panels = [(H, rows) for H, rows in part.groupby("H") if rows["T"].nunique() > 2]
     if not panels:
         return None
-    figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")
-    for axes, (H, rows) in zip(
-        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
-    ):
+    columns = min(4, len(panels))
+    lines = -(-len(panels) // columns)
+    figure = Figure(figsize=(4 * columns, 3.5 * lines), layout="constrained")
+    grid = figure.subplots(lines, columns, squeeze=False).flatten()
+    for axes, (H, rows) in zip(grid, panels, strict=False):
         for provider, points in rows.groupby("provider", sort=False):
             means = points.groupby("T").ms.mean()
-            axes.plot(means.index, means, marker="o", label=provider)
+            if len(means) > 1:
+                axes.plot(means.index, means, marker="o", markersize=4, label=provider)
         floor = rows.groupby("T").floor_ms.mean()
         axes.plot(floor.index, floor, "k--", label="byte floor")
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.tick_params(axis="x", labelsize=7)
         axes.set(yscale="log", title=f"H = {H}", xlabel="tokens", ylabel="ms")
         axes.legend(fontsize=8)
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
     return figure
 
 
 def error_against_decay(df: pd.DataFrame) -> Figure | None:
     """Points: the worst errors of o and of the state against the gate, a panel for each cosine of
     the keys."""
-    part = df[df.topic == "accuracy"].sort_values("decay", kind="stable")
+    part = df[df.topic == "accuracy"]
     if part.empty:
         return None
-    gates = list(dict.fromkeys(part.gate))
-    mean = part.groupby("gate").decay.mean()
+    mean = part.groupby("gate").decay.mean().sort_values(kind="stable")
+    gates = list(mean.index)
     panels = list(part.groupby("cosine"))
     figure = Figure(figsize=(3.2 * len(panels) + 1, 4), layout="constrained")
     all_axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
     for axes, (cosine, rows) in zip(all_axes, panels, strict=True):
-        for provider, points in rows.groupby("provider", sort=False):
-            at = [gates.index(gate) for gate in points.gate]
+        for provider, unordered in rows.groupby("provider", sort=False):
+            points = unordered.assign(at=unordered.gate.map(gates.index)).sort_values("at")
+            at = points["at"]
             (drawn,) = axes.plot(at, points.err_o, marker="o", label=f"{provider} o")
             axes.plot(
                 at, points.err_state, "--", marker="s", color=drawn.get_color(),

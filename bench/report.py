@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from bench import ROOT, results, tables
+from bench import ROOT, results, shapes, tables
 
 if TYPE_CHECKING:
     import argparse
@@ -24,7 +24,9 @@ LEGEND = (
     "graph ms: a call in a replayed CUDA graph, the device alone. floor ms: reading q, k, v, g and "
     "writing o once at the measured copy bandwidth; x floor: graph ms over that. x fla, x fla "
     "graph: FLA's time over ours, from the same results file. runs: serial, or the number of CP "
-    "segments. Errors: against fp64, the worst sequence and head of those judged, relative RMS."
+    "segments. auto, off, forced: use_intracard_cp, graph ms; predicted: what the planner expects "
+    "of forced / off. Errors: against fp64, the worst sequence and head of those judged, relative "
+    "RMS."
 )
 
 
@@ -146,18 +148,20 @@ def section(files: list[Path]) -> str:
     df = df[~df.provider.eq("torch")]
     keep = ["case", "provider", "runs", "ms [p20, p80]", "graph ms", "x floor", "x fla graph"]
     keep += ["x fla_cp", "err o", "err state"]
-    prefill, cp = (df[df.topic == topic] for topic in ("prefill", "cp"))
+    prefill = df[df.topic == "prefill"]
     chosen = prefill[prefill.groups.map(lambda g: bool({"FlashKDA", "production"} & {*(g or ())}))]
     shown = [tables.geomeans(df)]
-    for part in (chosen, cp):
-        table = tables.speed(part) if len(part) else pd.DataFrame()
-        shown.append(table[[name for name in keep if name in table]])
+    table = tables.speed(chosen) if len(chosen) else pd.DataFrame()
+    shown.append(table[[name for name in keep if name in table]])
+    cp = tables.frame([row for row in rows if row["case"] in shapes.CP_SHOWN])
+    shown.append(tables.modes(cp[cp.topic == "cp"]) if len(cp) else cp)
     shown.append(tables.host(df[df.topic == "host"]))
     m = metas[0]
     names = " ".join(file.as_posix() for file in files)
+    commits = ", ".join(dict.fromkeys(m["commit"][:10] for m in metas))
     parts = [
         f"{m['gpu']}, {m['date'][:10]}, torch {m['torch']}, Triton {m['triton']}, FLA {m['fla']}, "
-        f"commit {m['commit'][:10]}. Made by `python3 -m bench readme {names}`.",
+        f"commit {commits}. Made by `python3 -m bench readme {names}`.",
         *(tables.markdown(table) for table in shown if not table.empty),
         LEGEND,
     ]

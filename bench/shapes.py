@@ -74,6 +74,12 @@ LONG_AND_RAGGED = {
     "65537-1023-1025": (65537, 1023, 1025),
 }
 
+# What others published, or served models need: README shows these.
+CP_SHOWN = (
+    *("H8-65536", "H4-65536", "H8-65536-5x1024", "H8-32768", "H16-32768"),
+    *("H8-8192", "H12-8192", "H12-65536", "H32-65536"),
+)
+
 UNKNOWN = "unknown"  # ends the names of packed cases whose lengths only the device knows
 # What a split costs that finds nothing to split, and what it wins where one sequence is long.
 DEVICE_ONLY = (
