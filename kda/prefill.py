@@ -76,8 +76,8 @@ def prefill(
         use_intracard_cp: split sequences into segments that run in parallel on one GPU: "auto"
             where that is predicted to be faster; True at least the longest that is possible,
             whatever is predicted; False never. Exact, but not bit by bit what a serial run gives.
-        backend: "auto" ("torch" for CPU tensors; else "triton", "cute" being passed over), or one
-            of them, which then never falls back.
+        backend: "auto" ("torch" for CPU tensors; else "cute", or "triton" where cute is not there,
+            lacks a feature or is slower), or one of them, which then never falls back.
 
     q, k, v, g and out may be strided: last stride 1, base address and other strides multiples of
     16 bytes. No input is written, unless initial_state is given as final_state, too.
@@ -154,7 +154,10 @@ def explain(*args: Any, **kwargs: Any) -> Plan:
 def warmup(*, backend: str = "cute") -> None:
     """Compiles every kernel that calls of `backend` can launch into its cache on disk, so that no
     call waits for a compiler. It needs no GPU: run it where an image is built. Only "cute" has such
-    a cache; what it holds already is not compiled again.
+    a cache (`KDA_CACHE_DIR`); what it holds already is not compiled again.
+
+    Raises:
+        ValueError: another backend. kda.BackendError: no compiler. OSError: nothing was stored.
     """
     registry.warmup(backend)
 

@@ -11,9 +11,11 @@ import contextlib
 import hashlib
 import logging
 import os
+import platform
 import tempfile
+import threading
 from functools import lru_cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,24 +31,35 @@ FUNCTION = "kernel"
 PREPARE_PROGRAMS_PER_SM = 3  # shared memory allows no more
 
 
+# The DSL's compiler keeps what it builds in its process's globals: one thread at a time.
+COMPILING = threading.Lock()
+# Objects are the host's code, too, and the compiler itself comes in one of two more packages.
+LIBRARIES = ("nvidia-cutlass-dsl-libs-cu12", "nvidia-cutlass-dsl-libs-cu13")
+
+
 def folder() -> Path:
-    """KDA_CACHE_DIR, else kda in the user's cache directory."""
+    """KDA_CACHE_DIR, else kda in the user's cache directory. RuntimeError: there is no home."""
     if chosen := os.environ.get("KDA_CACHE_DIR"):
-        return Path(chosen)
+        return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "kda"
 
 
-@lru_cache(maxsize=1)
-def origin() -> str:
-    """What every object of this installation depends on: our sources, versions, architecture."""
+def sources() -> str:
     digest = hashlib.sha256()
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    for package in PACKAGES:
-        digest.update(f"{package}={version(package)}\0".encode())
-    digest.update(ARCH.encode())
     return digest.hexdigest()
+
+
+@lru_cache(maxsize=1)
+def origin() -> tuple[str, ...]:
+    """What every object of this installation depends on: our sources, versions, architectures."""
+    versions = [f"{package}={version(package)}" for package in PACKAGES]
+    for package in LIBRARIES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions.append(f"{package}={version(package)}")
+    return sources(), *versions, platform.machine(), ARCH
 
 
 def object_path(stage: str, config: tuple[Any, ...]) -> Path:
@@ -83,6 +96,7 @@ def export(kernel: Any, path: Path) -> None:
     os.close(handle)
     try:
         kernel.export_to_c(name, function_name=FUNCTION)
+        os.chmod(name, 0o644)  # whoever made it, all users of the machine may load it
         os.replace(name, path)
     finally:
         Path(name).unlink(missing_ok=True)
@@ -91,17 +105,29 @@ def export(kernel: Any, path: Path) -> None:
 @lru_cache(maxsize=64)
 def kernel(stage: str, config: tuple[Any, ...], build: Callable[[Any], Any]) -> Callable[..., None]:
     """The compiled `stage` for `config`; `build` makes it where no cache has it."""
-    path = object_path(stage, config)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if (found := stored(path)) is not None:
-            return found
-        with locked(path):
+    with COMPILING, contextlib.ExitStack() as held:
+        try:
+            path = object_path(stage, config)
+            path.parent.mkdir(parents=True, exist_ok=True)
             if (found := stored(path)) is not None:
                 return found
-            made = build(config)
+            held.enter_context(locked(path))
+            if (found := stored(path)) is not None:
+                return found
+        except (OSError, RuntimeError) as e:  # RuntimeError: the user has no home directory
+            log.warning("no cache of compiled kernels: %s", e)
+            return build(config)
+        made = build(config)
+        if sources() != origin()[0]:  # edited while this process ran: `path` names other ones
+            return made
+        try:
             export(made, path)
+        except OSError as e:
+            log.warning("%s could not be stored: %s", path, e)
+            return made
         return stored(path) or made
-    except OSError as e:
-        log.warning("no cache of compiled kernels in %s: %s", path.parent, e)
-        return build(config)
+
+
+def hold(stage: str, config: tuple[Any, ...]) -> bool:
+    """Whether another process would find it."""
+    return object_path(stage, config).exists()

@@ -7,11 +7,11 @@ host a conversion each.
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kda.device import facts
 from kernels_cute import compile_cache
 from kernels_cute.compile_cache import PREPARE_PROGRAMS_PER_SM
 
@@ -69,15 +69,14 @@ def warmup(variants: Iterable[Variant]) -> None:
         scan_kernel(variant)
         merge_kernel(variant)
         recurrence_kernel(variant)
+        last = "recurrence", (variant.v_block, variant.recurrence_stages)
+        if not compile_cache.hold(*last):
+            where = compile_cache.folder()
+            raise OSError(f"compiled kernels could not be stored in {where}; see KDA_CACHE_DIR")
 
 
 def address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
-
-
-@lru_cache(maxsize=64)
-def sms(ordinal: int) -> int:
-    return torch.cuda.get_device_properties(ordinal).multi_processor_count
 
 
 def stream_of(x: Tensor) -> ctypes.c_void_p:
@@ -114,7 +113,7 @@ def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
         + 2 * (beta.dtype is torch.float32)
         + 4 * args.use_qk_l2norm_in_kernel
     )
-    programs = min(plan.tiles * HV, PREPARE_PROGRAMS_PER_SM * sms(q.device.index))
+    programs = min(plan.tiles * HV, PREPARE_PROGRAMS_PER_SM * facts(q.device).sms)
     prepare_kernel(plan.variant)(
         q.data_ptr(), k.data_ptr(), g.data_ptr(), beta.data_ptr(), address(args.A_log),
         address(args.dt_bias), address(cu), out.data_ptr(), at.nkd.address, at.m.address,

@@ -1,4 +1,4 @@
-"""Prepare's shared memory: where a buffer lies, and where in it an element."""
+"""Sizes of a step, and shared memory: where a buffer lies, and where in it an element."""
 
 import cutlass.cute as cute
 

@@ -1,4 +1,4 @@
-"""Device functions that both stages use, and the memory that they view."""
+"""Device functions that several stages use, and the memory that they view."""
 
 import cutlass
 import cutlass.cute as cute

@@ -3,7 +3,9 @@
 import logging
 import subprocess
 import sys
+import time
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from conftest import INTERPRETED
@@ -133,11 +135,69 @@ def test_warmup_asks_for_every_kernel_of_every_rule(monkeypatch):
     monkeypatch.setattr(
         compile_cache, "kernel", lambda stage, config, build: asked.add((stage, config))
     )
+    monkeypatch.setattr(compile_cache, "hold", lambda stage, config: (stage, config) in asked)
     kda.warmup()
     rules = tuning.RULES["cute"]
     assert {stage for stage, _ in asked} == {"prepare", "scan", "merge", "recurrence"}
     shipped = {(r.variant.v_block, r.variant.recurrence_stages) for r in rules}
     assert {config for stage, config in asked if stage == "recurrence"} == shipped
+
+
+def test_warmup_that_could_store_nothing_says_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("KDA_CACHE_DIR", str(tmp_path / "none"))
+    monkeypatch.setattr(kernels_cute, "compiler_missing", lambda: None)
+    monkeypatch.setattr(compile_cache, "kernel", lambda *_: None)
+    monkeypatch.setattr(compile_cache, "hold", lambda *_: False)
+    with pytest.raises(OSError, match=r"could not be stored in .*none"):
+        kda.warmup()
+
+
+def test_threads_compile_one_after_the_other(cache, monkeypatch):
+    monkeypatch.setattr(compile_cache, "stored", lambda path: None)
+    at_once, most = [], []
+
+    def build(config):
+        at_once.append(config)
+        most.append(len(at_once))
+        time.sleep(0.05)
+        at_once.remove(config)
+        return Made()
+
+    stages = [
+        Thread(target=compile_cache.kernel, args=(f"stage{i}", (i,), build)) for i in range(4)
+    ]
+    for thread in stages:
+        thread.start()
+    for thread in stages:
+        thread.join()
+    assert most == [1] * 4
+
+
+def test_a_stored_kernel_may_be_loaded_by_other_users(cache, monkeypatch):
+    monkeypatch.setattr(compile_cache, "stored", lambda path: None)
+    compile_cache.kernel("stage", (), lambda config: Made())
+    (made,) = cache.glob("stage-*.o")
+    assert made.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_user_without_a_home_gets_kernels_and_a_warning(cache, monkeypatch, caplog):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("KDA_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    made = Made()
+    assert compile_cache.kernel("stage", (), lambda config: made) is made
+    assert "home directory" in caplog.text
+
+
+def test_sources_edited_in_mid_process_store_nothing(cache, monkeypatch):
+    monkeypatch.setattr(compile_cache, "stored", lambda path: None)
+    compile_cache.origin()
+    monkeypatch.setattr(compile_cache, "sources", lambda: "edited")
+    compile_cache.kernel("stage", (), lambda config: Made())
+    assert not list(cache.glob("*.o"))
 
 
 def test_warmup_without_a_compiler_or_of_another_backend_says_why(monkeypatch):

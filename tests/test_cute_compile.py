@@ -35,6 +35,7 @@ def compiled(tmp_path_factory):
         options = f"{launch.OPTIONS} --keep-ptx --keep-cubin --dump-dir={folder}"
         patch.setattr(launch, "OPTIONS", options)
         patch.setattr(compile_cache, "kernel", make)
+        patch.setattr(compile_cache, "hold", lambda *_: True)
         launch.warmup(VARIANTS)
     return found
 
