@@ -94,7 +94,12 @@ def write(path: Path, meta: dict[str, Any], rows: list[dict[str, Any]]) -> None:
 
 def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     content = json.loads(path.read_text())
-    rows = [new(**row) for row in content["rows"]]
+    try:
+        rows = [new(**row) for row in content["rows"]]
+    except ValueError as e:
+        raise SystemExit(
+            f"{path} has no rows of a topic (bench.variants' files do not): {e}"
+        ) from e
     for row in rows:
         missing = [key for key in ("topic", "case", "provider") if row[key] is None]
         if missing:
@@ -121,8 +126,10 @@ def version_of(package: str) -> str | None:
 def meta(device: torch.device, copy_bandwidth: float, protocol: str) -> dict[str, Any]:
     """Where and on what a run was made. Where there is no .git, KDA_COMMIT names the commit, with
     "-dirty" after it if that applies."""
-    commit = os.environ.get("KDA_COMMIT") or first_line("git", "rev-parse", "HEAD")
-    changed = first_line("git", "status", "--porcelain", "--", ".", ":!bench/results")
+    named = os.environ.get("KDA_COMMIT")  # then a copy, whose own .git says nothing
+    status = ("git", "status", "--porcelain", "--", ".", ":!bench/results")
+    changed = None if named else first_line(*status)
+    commit = named or first_line("git", "rev-parse", "HEAD")
     driver = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

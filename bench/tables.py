@@ -131,7 +131,7 @@ def host(df: pd.DataFrame) -> pd.DataFrame:
 
 def geomeans(df: pd.DataFrame) -> pd.DataFrame:
     """Geometric means over the published sets and over all, of our automatic choice."""
-    ours = df[~df.provider.isin(["fla", "fla_cp"]) & df.cp.eq("auto") & df.red.isna()]
+    ours = df[~df.provider.isin(["fla", "fla_cp"]) & df.cp.eq("auto") & df.x_floor.notna()]
     sets = ours.explode("groups")
     sets = pd.concat([sets[sets.groups.notna()], ours.assign(groups="all of " + ours.topic)])
     lines = []
