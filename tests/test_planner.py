@@ -124,6 +124,19 @@ def test_the_first_rule_that_applies_wins_and_the_reason_has_its_source(
     assert next(r.source for r in rules if r.variant == plan.variant) in plan.reason
 
 
+def test_short_sequences_beside_a_long_one_do_not_count_as_recurrences_of_their_own(monkeypatch):
+    rules = (
+        tuning.Rule(64, 0, Variant(4, 128), "many"),
+        tuning.Rule(0, 0, Variant(4, 64), "few"),
+    )
+    monkeypatch.setitem(tuning.RULES, "triton", rules)
+    planner.plan.cache_clear()
+    for lens, rows in (((65536, 1024, 1024), 64), ((22528,) * 3, 128)):
+        plan = planner.plan(problem(lens, HV=32, H=32, use_intracard_cp=False), (TRITON,))
+        assert plan.variant.v_block == rows
+    planner.plan.cache_clear()
+
+
 @pytest.mark.parametrize("backend", tuning.RULES)
 def test_some_rule_applies_to_every_call(backend):
     last = tuning.RULES[backend][-1]
