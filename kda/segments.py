@@ -48,8 +48,8 @@ def serial_us(lengths: Sequence[int], HV: int, variant: Variant, sms: int) -> fl
 
 
 def nearly(lengths: Sequence[int], longest: int) -> int:
-    """How many of them keep programs busy nearly as long as the longest."""
-    return sum(4 * n > 3 * longest for n in lengths)
+    """How many of them, the longest first, keep programs busy nearly as long as `longest`."""
+    return next((i for i, n in enumerate(lengths) if 4 * n <= 3 * longest), len(lengths))
 
 
 def split(lengths: Sequence[int], segment: int, HV: int, variant: Variant, sms: int) -> Split:
@@ -70,6 +70,12 @@ def split(lengths: Sequence[int], segment: int, HV: int, variant: Variant, sms: 
     total = sum(lengths) // variant.step * own
     us += stage_us(paces.recurrence, steps, near * own, programs * own, total, sms)
     return Split(segment, steps, us + tuning.STATES_US)
+
+
+def least_us(variant: Variant) -> float:
+    """What no split is predicted to be faster than, however short its segments."""
+    paces = tuning.PACES[variant]
+    return paces.scan.start + paces.merge[0] + tuning.STATES_US + paces.recurrence.start
 
 
 def counts_to_try(problem: Problem, longest: int, variant: Variant, sms: int) -> list[int]:
@@ -143,7 +149,11 @@ def choose(problem: Problem, serial: Variant, small: Variant, sms: int) -> Choic
         return Choice(None, f"serial: {why}")
     asked = problem.use_intracard_cp is True
     before = serial_us(lengths, HV, serial, sms)
-    counts = counts_to_try(problem, lengths[0], small, sms)
+    counts: list[int] = []
+    why = f"a split starts later than the {before:.0f} us that whole sequences take after prepare"
+    if asked or before > least_us(small):
+        counts = counts_to_try(problem, lengths[0], small, sms)
+        why = f"{problem.N} x {HV} recurrences leave no room for two segments of each"
     if counts or asked:
         tried = [varlen.ceil_div(lengths[0], count) for count in counts or [2]]
         best = min((split(lengths, n, HV, small, sms) for n in tried), key=lambda s: s.us)
@@ -157,7 +167,6 @@ def choose(problem: Problem, serial: Variant, small: Variant, sms: int) -> Choic
             return Choice(best, f"split: {why}", before, best.us)
         failing = Choice(None, f"serial: {why}", before, best.us)
     else:
-        why = f"{problem.N} x {HV} recurrences leave no room for two segments of each"
         failing = Choice(None, f"serial: {why}", before)
     spare = precaution(problem, lengths, before, small, sms)
     if spare is None:
