@@ -47,7 +47,7 @@ TORCH: tuple[Rule, ...] = (
 VARIANTS_CUTE = "bench/results/2026-12-01-h200-variants-cute.json"
 
 CUTE: tuple[Rule, ...] = (
-    # as in Gluon; in long sequences two programs a head win again between 64 and 67 heads
+    # one program a head, once two would not fit, as in Gluon
     Rule(67, 0, Variant(4, 128, 4, 8, 3), VARIANTS_CUTE),
     Rule(0, 0, Variant(4, 64, 4, 4, 3), VARIANTS_CUTE),
 )
@@ -61,7 +61,7 @@ AUTO_MIN_LEN = {"cute": 192}
 # Segments (intra-card context parallelism) are chosen by predictions from these.
 SMS = 132  # of the device that they were measured on
 STATES_US = 3.0  # that segments start from states in memory
-IDLE_US = 17.0  # launches of pre-scan and merge that find nothing to split
+IDLE_US = 17.0  # launches of pre-scan and merge that find nothing to split (CP, 64x512-unknown)
 IDLE_PART = 0.1  # fallback: a premium. What they may add where lengths are not known
 SEGMENTS = "bench/results/2026-12-01-h200-segments.json"
 CP = "bench/results/2026-12-01-h200-cp.json"
