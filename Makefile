@@ -16,7 +16,7 @@ demo: .venv/ready  ## a real prefill over FILES (default: this repository's docu
 
 test: .venv/ready  ## everything that needs no GPU, on the newest supported Triton
 	$(BIN)/python -m pytest -m "not gpu"
-	$(INTERPRETED) $(BIN)/python -m pytest -m "not gpu" tests/test_prefill.py tests/test_stages.py tests/test_inputs.py
+	$(INTERPRETED) $(BIN)/python -m pytest -m "not gpu" tests/test_prefill.py tests/test_stages.py tests/test_segments.py tests/test_inputs.py
 
 test-oldest: .venv-oldest/ready  ## the kernels on the oldest supported Triton
 	$(OLDEST)/python -m pytest -m "not gpu" tests/test_compile.py tests/test_direct.py

@@ -137,6 +137,7 @@ class Plan(NamedTuple):
     H: int
     HV: int
     N: int
+    sms: int  # streaming multiprocessors, for kernels whose programs take several tiles
     tiles: int  # steps of workspace per value head; an upper bound when packed
     max_steps: int  # steps of the longest sequence; an upper bound without host-known lengths
     segment: int  # most tokens of a segment, whole steps; 0: every sequence runs serially

@@ -18,11 +18,10 @@ def rejection(offer: Offer, problem: Problem) -> str | None:
 
 def passed_over(offer: Offer, problem: Problem) -> str | None:
     """Why "auto" leaves the call to a later offer although this one could run it, or None."""
-    length = typical_length(problem)
     least = tuning.AUTO_MIN_LEN.get(offer.backend, 0)
-    if length >= least:
+    if typical_length(problem) >= least:
         return None
-    return f"slower for sequences of typically {length} tokens, under {least}"
+    return f"it is slower for sequences of typically fewer than {least} tokens"  # logged once
 
 
 def typical_length(problem: Problem) -> int:
@@ -32,7 +31,8 @@ def typical_length(problem: Problem) -> int:
 def choose(
     problem: Problem, offers: tuple[Offer, ...]
 ) -> tuple[Offer, tuple[tuple[str, str], ...]]:
-    """The first offer that can run the call, and why each earlier one cannot; else BackendError."""
+    """The first offer that can run the call and is not passed over, and why not each earlier one;
+    else BackendError."""
     rejected: list[tuple[str, str]] = []
     for i, offer in enumerate(offers, 1):
         why = rejection(offer, problem)
@@ -113,6 +113,7 @@ def plan(problem: Problem, offers: tuple[Offer, ...]) -> Plan:
         H=problem.H,
         HV=HV,
         N=N,
+        sms=offer.sms,
         tiles=tiles,
         max_steps=max_steps,
         segment=segment,

@@ -28,7 +28,6 @@ log = logging.getLogger("kda")
 
 ARCH = "sm_90a"
 FUNCTION = "kernel"
-PREPARE_PROGRAMS_PER_SM = 3  # shared memory allows no more
 
 
 # The DSL's compiler keeps what it builds in its process's globals: one thread at a time.

@@ -11,9 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kda.device import facts
 from kernels_cute import compile_cache
-from kernels_cute.compile_cache import PREPARE_PROGRAMS_PER_SM
+from kernels_cute.interface import (
+    BETA_FP32,
+    FINAL_BF16,
+    INITIAL_BF16,
+    NORMALISE,
+    OFFSETS_64,
+    PREPARE_PROGRAMS_PER_SM,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -64,10 +70,10 @@ def build_recurrence(config: tuple[int, int]) -> Any:
 
 def warmup(variants: Iterable[Variant]) -> None:
     """Compiles what plans with these variants launch into the cache; needs no GPU."""
+    prepare_kernel()
+    scan_kernel()
+    merge_kernel()
     for variant in variants:
-        prepare_kernel(variant)
-        scan_kernel(variant)
-        merge_kernel(variant)
         recurrence_kernel(variant)
         last = "recurrence", (variant.v_block, variant.recurrence_stages)
         if not compile_cache.hold(*last):
@@ -84,15 +90,15 @@ def stream_of(x: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(x.device.index))
 
 
-def prepare_kernel(variant: Variant) -> Callable[..., None]:
+def prepare_kernel() -> Callable[..., None]:
     return compile_cache.kernel("prepare", (), build_prepare)
 
 
-def scan_kernel(variant: Variant) -> Callable[..., None]:
+def scan_kernel() -> Callable[..., None]:
     return compile_cache.kernel("scan", (SCAN_STAGES,), build_scan)
 
 
-def merge_kernel(variant: Variant) -> Callable[..., None]:
+def merge_kernel() -> Callable[..., None]:
     return compile_cache.kernel("merge", (), build_merge)
 
 
@@ -109,12 +115,12 @@ def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
     B, T, H, _ = q.shape
     HV = plan.HV
     flags = (
-        (cu is not None and cu.dtype is torch.int64)
-        + 2 * (beta.dtype is torch.float32)
-        + 4 * args.use_qk_l2norm_in_kernel
+        OFFSETS_64 * (cu is not None and cu.dtype is torch.int64)
+        + BETA_FP32 * (beta.dtype is torch.float32)
+        + NORMALISE * args.use_qk_l2norm_in_kernel
     )
-    programs = min(plan.tiles * HV, PREPARE_PROGRAMS_PER_SM * facts(q.device).sms)
-    prepare_kernel(plan.variant)(
+    programs = min(plan.tiles * HV, PREPARE_PROGRAMS_PER_SM * plan.sms)
+    prepare_kernel()(
         q.data_ptr(), k.data_ptr(), g.data_ptr(), beta.data_ptr(), address(args.A_log),
         address(args.dt_bias), address(cu), out.data_ptr(), at.nkd.address, at.m.address,
         at.gamma.address, *q.stride()[:3], *k.stride()[:3], *g.stride()[:3],
@@ -124,12 +130,12 @@ def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
 
 
 def flags_of(args: Args) -> int:
-    """`flags` of all stages but the first: see kernels_cute/state.py."""
+    """`flags` of all stages but the first."""
     s0, s1, cu = args.initial_state, args.final_state, args.cu_seqlens
     return (
-        (cu is not None and cu.dtype is torch.int64)
-        + 2 * (s0 is not None and s0.dtype is torch.bfloat16)
-        + 4 * (s1 is not None and s1.dtype is torch.bfloat16)
+        OFFSETS_64 * (cu is not None and cu.dtype is torch.int64)
+        + INITIAL_BF16 * (s0 is not None and s0.dtype is torch.bfloat16)
+        + FINAL_BF16 * (s1 is not None and s1.dtype is torch.bfloat16)
     )
 
 
@@ -140,7 +146,7 @@ def scan(args: Args, plan: Plan, ws: Workspace) -> None:
     """Stage 2 of a plan with segments: Z and P of each (README, E7)."""
     v, s0, at, HV = args.v, args.initial_state, ws.at, plan.HV
     B, T, _, _ = v.shape
-    scan_kernel(plan.variant)(
+    scan_kernel()(
         at.nkd.address, at.gamma.address, v.data_ptr(), address(s0), at.states.address,
         address(args.cu_seqlens), *v.stride()[:3],
         *(NO_STRIDES if s0 is None else s0.stride()), plan.tiles, B, T, plan.N, HV, flags_of(args),
@@ -150,7 +156,7 @@ def scan(args: Args, plan: Plan, ws: Workspace) -> None:
 
 def merge(args: Args, plan: Plan, ws: Workspace) -> None:
     """Stage 3 of a plan with segments: the state before each."""
-    merge_kernel(plan.variant)(
+    merge_kernel()(
         ws.at.states.address, address(args.cu_seqlens), args.v.shape[1], plan.N, plan.HV,
         flags_of(args), plan.segment, plan.places, stream_of(args.v),
     )  # fmt: skip

@@ -2,22 +2,12 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.nvgpu import cpasync, warpgroup
 
-try:
-    from cutlass.memory import SmemAllocator
-except ImportError:  # before 4.8
-    from cutlass.utils import SmemAllocator
+from kernels_cute.layouts import D
 
-__all__ = [
-    "SmemAllocator", "element", "ex2", "first_tile", "floats_of", "heads_first", "last_from",
-    "offset", "pack", "pair_at", "part", "put4", "rcp", "rows", "segment_at", "select",
-    "sequence_bounds", "sequence_of_tile", "words_of",
-]  # fmt: skip
-
-F32, I32, I64 = cutlass.Float32, cutlass.Int32, cutlass.Int64
+BF16, F32, I32, I64 = cutlass.BFloat16, cutlass.Float32, cutlass.Int32, cutlass.Int64
 U32 = cutlass.Uint32
-D = 128
 
 
 def rows(dtype, address: I64, count: I32, columns: int) -> cute.Tensor:
@@ -42,6 +32,22 @@ def element(dtype, address: I64, index) -> cute.Tensor:
     """One element of an array at an address, as a tensor to be read or written at 0."""
     ptr = cute.make_ptr(dtype, address + index * (dtype.width // 8), cute.AddressSpace.gmem)
     return cute.make_tensor(ptr, cute.make_layout(1))
+
+
+def moved(op, tensor, layout, box):
+    """A TMA copy of boxes between a global tensor and one stage of a buffer of this layout."""
+    return cpasync.make_tiled_tma_atom(op, tensor, cute.slice_(layout, (None, None, 0)), box)
+
+
+def both_ways(rows: int, columns: int, stages: int):
+    """Layouts of staged bf16 tiles [rows, columns] and, over the same bytes, [columns, rows]."""
+    kinds = warpgroup.SmemLayoutAtomKind
+    atom = warpgroup.make_smem_layout_atom(kinds.K_SW128, BF16)
+    atom_t = warpgroup.make_smem_layout_atom(kinds.MN_SW128, BF16)
+    return (
+        cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2)),
+        cute.tile_to_shape(atom_t, (columns, rows, stages), order=(1, 0, 2)),
+    )
 
 
 def part(atom, smem, gmem, box):

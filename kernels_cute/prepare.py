@@ -10,8 +10,9 @@ too small for fp16.
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.memory import SmemAllocator
 
-from kernels_cute.compile_cache import PREPARE_PROGRAMS_PER_SM
+from kernels_cute.interface import BETA_FP32, NORMALISE, OFFSETS_64, PREPARE_PROGRAMS_PER_SM
 from kernels_cute.inverse import left_operand, mask, merge, put_others, substitute
 from kernels_cute.layouts import (
     BARS,
@@ -35,7 +36,6 @@ from kernels_cute.layouts import (
     view,
 )
 from kernels_cute.ops import (
-    SmemAllocator,
     element,
     ex2,
     first_tile,
@@ -59,9 +59,6 @@ THREADS = 128
 LOG2_E = 1.4426950408889634
 LEAST_RATE = 1e-30  # of exp(A_log), which times a gate of minus infinity is still infinite, and
 # with a bias, at the other end, never infinity minus infinity
-
-# bits of `flags`
-OFFSETS_64, BETA_FP32, NORMALISE = 1, 2, 4
 
 
 class Prepare:
@@ -176,7 +173,7 @@ class Prepare:
         # A program takes every programs-th tile of a head. It looks ahead at the next one, whose
         # copies run under the second half of this one's work.
         count = tiles * HV
-        ahead = cute.make_rmem_tensor(cute.make_layout(4), I32)  # left, past, batch row, token
+        ahead = cute.make_rmem_tensor(cute.make_layout(2), I32)  # left, past
         raw = cute.make_rmem_tensor(cute.make_layout(6), F32)  # beta, A_log, dt_bias
         self.look_ahead(
             ahead, raw, program, base, bars, a_q, t_q, a_k, t_k, a_g, t_g, tile, beta, A_log,
@@ -290,7 +287,7 @@ class Prepare:
         first, left = bos + i_t, length - i_t
         if length == 0:
             left = I32(0)
-        ahead[0], ahead[1], ahead[2], ahead[3] = left, past, i_b, first
+        ahead[0], ahead[1] = left, past
         if left > 0:
             i_hk = i_h // (HV // H)
             g_s, g_g = self.one_tile(a_g, swizzled(base, BF16, G, tile), t_g, first, i_h, i_b)

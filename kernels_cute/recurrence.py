@@ -14,12 +14,15 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.memory import SmemAllocator
 
+from kernels_cute.interface import INITIAL_BF16, OFFSETS_64
 from kernels_cute.layouts import C, D, flat
 from kernels_cute.ops import (
-    SmemAllocator,
+    both_ways,
     first_tile,
     heads_first,
+    moved,
     part,
     rows,
     segment_at,
@@ -27,8 +30,6 @@ from kernels_cute.ops import (
     sequence_bounds,
 )
 from kernels_cute.state import (
-    INITIAL_BF16,
-    OFFSETS_64,
     decay,
     hand,
     product,
@@ -68,21 +69,6 @@ class Recurrence:
     def __init__(self, config: Config):
         self.config = config
 
-    def layouts(self):
-        """[C, K] tiles and, over the same bytes, [K, C]: kr' is loaded as the first and read as the
-        second by the state's update; v and o likewise."""
-        kinds = warpgroup.SmemLayoutAtomKind
-        n, bv = self.config.stages, self.config.v_block
-        atom = warpgroup.make_smem_layout_atom(kinds.K_SW128, BF16)
-        atom_t = warpgroup.make_smem_layout_atom(kinds.MN_SW128, BF16)
-        return (
-            cute.tile_to_shape(atom, (C, D, n), order=(0, 1, 2)),
-            cute.tile_to_shape(atom_t, (D, C, n), order=(1, 0, 2)),
-            cute.tile_to_shape(atom, (C, C, n), order=(0, 1, 2)),
-            cute.tile_to_shape(atom, (C, bv, n), order=(0, 1, 2)),
-            cute.tile_to_shape(atom_t, (bv, C, n), order=(1, 0, 2)),
-        )
-
     @cute.jit
     def __call__(
         self,
@@ -102,14 +88,13 @@ class Recurrence:
         stream,
     ):  # fmt: skip
         bv = self.config.v_block
-        tile, tile_t, mtile, vtile, vtile_t = self.layouts()
+        stages = self.config.stages
+        # kr' is loaded as [C, K] and read as [K, C] by the state's update; v and o likewise.
+        tile, tile_t = both_ways(C, D, stages)
+        mtile, _ = both_ways(C, C, stages)
+        vtile, vtile_t = both_ways(C, bv, stages)
         load = cpasync.CopyBulkTensorTileG2SOp()
         store = cpasync.CopyBulkTensorTileS2GOp()
-
-        def moved(op, tensor, layout, box):
-            return cpasync.make_tiled_tma_atom(
-                op, tensor, cute.slice_(layout, (None, None, 0)), box
-            )
 
         a_w, t_w = moved(load, rows(BF16, operands, tiles * HV * (3 * C), D), tile, (C, D))
         a_m, t_m = moved(load, rows(BF16, m, tiles * HV * C, C), mtile, (C, C))

@@ -10,19 +10,21 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.memory import SmemAllocator
 
+from kernels_cute.interface import OFFSETS_64
 from kernels_cute.layouts import C, D, flat
 from kernels_cute.ops import (
-    SmemAllocator,
+    both_ways,
     first_tile,
     heads_first,
+    moved,
     part,
     rows,
     segment_at,
     select,
 )
 from kernels_cute.state import (
-    OFFSETS_64,
     decay,
     product,
     read_state,
@@ -46,18 +48,6 @@ class Scan:
     def __init__(self, config: Config):
         self.config = config
 
-    def layouts(self):
-        kinds = warpgroup.SmemLayoutAtomKind
-        n = self.config.stages
-        atom = warpgroup.make_smem_layout_atom(kinds.K_SW128, BF16)
-        atom_t = warpgroup.make_smem_layout_atom(kinds.MN_SW128, BF16)
-        return (
-            cute.tile_to_shape(atom, (C, D, n), order=(0, 1, 2)),
-            cute.tile_to_shape(atom_t, (D, C, n), order=(1, 0, 2)),
-            cute.tile_to_shape(atom, (C, ROWS, n), order=(0, 1, 2)),
-            cute.tile_to_shape(atom_t, (ROWS, C, n), order=(1, 0, 2)),
-        )
-
     @cute.jit
     def __call__(
         self,
@@ -75,16 +65,12 @@ class Scan:
         places: I32,  # of segments, per head
         stream,
     ):  # fmt: skip
-        tile, tile_t, vtile, vtile_t = self.layouts()
+        tile, tile_t = both_ways(C, D, self.config.stages)
+        vtile, vtile_t = both_ways(C, ROWS, self.config.stages)
         load = cpasync.CopyBulkTensorTileG2SOp()
 
-        def moved(tensor, layout, box):
-            return cpasync.make_tiled_tma_atom(
-                load, tensor, cute.slice_(layout, (None, None, 0)), box
-            )
-
-        a_w, t_w = moved(rows(BF16, operands, tiles * HV * (3 * C), D), tile, (C, D))
-        a_v, t_v = moved(heads_first(BF16, v, B, T, HV, v_b, v_t, v_h), vtile, (C, ROWS))
+        a_w, t_w = moved(load, rows(BF16, operands, tiles * HV * (3 * C), D), tile, (C, D))
+        a_v, t_v = moved(load, heads_first(BF16, v, B, T, HV, v_b, v_t, v_h), vtile, (C, ROWS))
         rmem = warpgroup.OperandSource.RMEM
         k_major, n_major = OperandMajorMode.K, OperandMajorMode.MN
         op_x = warpgroup.MmaF16BF16Op(BF16, F32, (64, C, 16), rmem, k_major, k_major)

@@ -7,14 +7,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
 
+from kernels_cute.interface import FINAL_BF16, INITIAL_BF16
 from kernels_cute.layouts import C, D, flat
 from kernels_cute.ops import element
 
 BF16, F32, U32 = cutlass.BFloat16, cutlass.Float32, cutlass.Uint32
 I32, I64 = cutlass.Int32, cutlass.Int64
-
-# bits of `flags`
-OFFSETS_64, INITIAL_BF16, FINAL_BF16 = 1, 2, 4
 
 
 def rows_of(v_block: int, i_v: I32, group: I32, tid: I32):

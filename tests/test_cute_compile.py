@@ -9,7 +9,7 @@ from sm90 import ptxas_notes, sass
 
 import kernels_cute
 from kda import tuning
-from kernels_cute import compile_cache, launch
+from kernels_cute import compile_cache, interface, launch
 
 pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="the interpreter is Triton's"),
@@ -87,8 +87,8 @@ def test_ptxas_serialises_no_products(compiled, tmp_path):
 
 def test_prepare_leaves_room_for_three_programs_an_sm(compiled, machine_code):
     (ptx,) = [k.__ptx__ for (stage, _), k in compiled.items() if stage == "prepare"]
-    assert f".minnctapersm {compile_cache.PREPARE_PROGRAMS_PER_SM}" in ptx
+    assert f".minnctapersm {interface.PREPARE_PROGRAMS_PER_SM}" in ptx
     shared_of_an_sm, reserved = 233472, 1024
     from kernels_cute.layouts import SHARED
 
-    assert compile_cache.PREPARE_PROGRAMS_PER_SM * (SHARED + reserved) <= shared_of_an_sm
+    assert interface.PREPARE_PROGRAMS_PER_SM * (SHARED + reserved) <= shared_of_an_sm

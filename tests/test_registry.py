@@ -196,7 +196,7 @@ def test_auto_leaves_short_sequences_to_the_backend_that_is_faster_there(monkeyp
         problem = DENSE._replace(T=T, seq_lens=(T,))
         plan = planner.plan(problem, (cute, TRITON_OFFER))
         assert plan.backend == backend
-    why = f"slower for sequences of typically {least - 1} tokens, under {least}"
+    why = f"it is slower for sequences of typically fewer than {least} tokens"
     assert plan.rejected == (("cute", why),)
     broken = TRITON_OFFER._replace(reason="broken")
     assert planner.plan(problem, (cute, broken)).backend == "cute", "nobody else can"
