@@ -41,7 +41,7 @@ def parts(call: dict[str, Any]) -> Parts:
         )
 
     def allocate() -> Any:
-        return workspace.allocate_outputs(args), workspace.carve(plan_once, args.q)
+        return workspace.allocate_outputs(args), workspace.carve(plan_once, args.q.device)
 
     plan_once = plan()
     ready, ws = allocate()

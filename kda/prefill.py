@@ -124,7 +124,7 @@ def prefill(
     with device.guard(q.device):
         args = workspace.allocate_outputs(args)
         if plan.tiles:
-            registry.load(plan.backend).launch(args, plan, workspace.carve(plan, q))
+            registry.load(plan.backend).launch(args, plan, workspace.carve(plan, q.device))
         else:
             workspace.carry_state(args)
     if final_state is None and args.final_state is not None:

@@ -58,7 +58,7 @@ def compile_call(shipped, call, final_state, force):
     plan = planner.plan(problem, OFFERS)
     assert plan.variant == shipped.variant
     with compiling() as kernels:
-        launch.launch(workspace.allocate_outputs(args), plan, workspace.carve(plan, args.q))
+        launch.launch(workspace.allocate_outputs(args), plan, workspace.carve(plan, args.q.device))
     return kernels
 
 

@@ -50,7 +50,7 @@ def check_every_stage(folder: Path) -> None:
         args, problem = check.to_problem(**keywords)
         with mock.patch.dict(tuning.RULES, triton=(rule,)):
             plan = planner.plan.__wrapped__(problem, OFFERS)
-        args, ws = workspace.allocate_outputs(args), workspace.carve(plan, args.q)
+        args, ws = workspace.allocate_outputs(args), workspace.carve(plan, args.q.device)
         stages = launch.language(plan.variant.gluon)
         of = {
             stages.prepare: stages.launch_prepare,
