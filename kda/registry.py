@@ -8,7 +8,6 @@ import os
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
-from kda import tuning
 from kda.contract import BackendError, Device, Offer, Plan
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ def warmup(backend: str) -> None:
     why = importlib.import_module(package).compiler_missing()
     if why is not None:
         raise BackendError(f"backend {backend!r} cannot compile: {why}", ((backend, why),))
-    importlib.import_module(launcher).warmup([rule.variant for rule in tuning.RULES[backend]])
+    importlib.import_module(launcher).warmup()
 
 
 _reported: set[tuple[str, str]] = set()

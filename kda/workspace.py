@@ -127,7 +127,7 @@ def addresses(first: int, tiles: int, HV: int, step: int, places: int) -> Addres
 
 def carve(plan: Plan, device: torch.device) -> Workspace:
     """An uninitialised workspace on the current stream of `device`, which is current."""
-    buffer = torch.UntypedStorage(plan.workspace_bytes, device=device)
+    buffer = torch.UntypedStorage(plan.workspace_bytes, device=device)  # type: ignore[no-untyped-call]
     sizes = plan.tiles, plan.HV, plan.variant.step, plan.places
     return Workspace(buffer, sizes, addresses(buffer.data_ptr(), *sizes))
 

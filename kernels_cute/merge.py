@@ -45,7 +45,11 @@ class Merge:
         stream,
     ):  # fmt: skip
         self.kernel(states, cu_seqlens, T, N, HV, flags, segment, places).launch(
-            grid=(places * HV * SPLITS, 1, 1), block=(THREADS, 1, 1), stream=stream
+            # a sequence that needs products has at least three places in a row
+            grid=(cutlass.max(places // 3, 1) * HV * SPLITS, 1, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -55,15 +59,19 @@ class Merge:
     ):  # fmt: skip
         tid, _, _ = cute.arch.thread_idx()
         program, _, _ = cute.arch.block_idx()
+        cute.arch.griddepcontrol_launch_dependents()
         i_v = program % SPLITS
         i_h = program // SPLITS % HV
-        _, i_s, place, _, _, length, after = segment_at(
-            cu_seqlens, flags & OFFSETS_64, program // SPLITS // HV, T, N, segment, C, True
+        # every third place is one of the first three of any such sequence
+        _, i_s, place, _, before, length, after = segment_at(
+            cu_seqlens, flags & OFFSETS_64, program // SPLITS // HV * 3 + 2, T, N, segment, C, True
         )
         products = I32(0)
-        if (i_s == 0) & (length >= 0):
-            products = (length + after + segment - 1) // segment - 2
+        if (i_s >= 0) & (i_s < 3) & (length >= 0):
+            products = (before * C + length + after + segment - 1) // segment - 2
+        cute.arch.griddepcontrol_wait()
         if products > 0:
+            place -= i_s
             stride = I64(HV) * (D * D * 4)
             head = states + I64(i_h) * (D * D * 4)
             self.chain(

@@ -59,6 +59,7 @@ THREADS = 128
 LOG2_E = 1.4426950408889634
 LEAST_RATE = 1e-30  # of exp(A_log), which times a gate of minus infinity is still infinite, and
 # with a bias, at the other end, never infinity minus infinity
+MOST = 1e38  # of a scaled bias, which is added to that gate
 
 
 class Prepare:
@@ -169,6 +170,7 @@ class Prepare:
                 cute.arch.mbarrier_init(bars + 1, 1)
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
+        cute.arch.griddepcontrol_launch_dependents()
 
         # A program takes every programs-th tile of a head. It looks ahead at the next one, whose
         # copies run under the second half of this one's work.
@@ -197,6 +199,7 @@ class Prepare:
                 bias = cute.make_rmem_tensor(cute.make_layout(4), F32)
                 for n in cutlass.range_constexpr(4):
                     bias[n] = raw[2 + n] * factor
+                    bias[n] = select(bias[n] < -MOST, F32(-MOST), bias[n])
                 self.elementwise(
                     mma_n, tile, base, bars, phase, operands, gamma, i, count, left, flags, factor,
                     bias, lower_bound * LOG2_E, scale, p, lane,

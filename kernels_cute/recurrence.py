@@ -124,6 +124,7 @@ class Recurrence:
             max_number_threads=(self.config.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=True,
         )  # fmt: skip
 
     @cute.kernel
@@ -205,6 +206,7 @@ class Recurrence:
             stored = length // C
         o_b = cute.domain_offset((bos, 0), t_o[None, None, i_h, i_b])
         v_b = cute.domain_offset((bos, 0), t_v[None, None, i_h, i_b])
+        cute.arch.griddepcontrol_wait()
 
         if warp_id >= 4 * groups:
             if cutlass.const_expr(groups > 1):

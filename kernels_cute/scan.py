@@ -5,8 +5,6 @@ cores in turn: one advances 64 rows of Z, from zero or the sequence's initial st
 P, from the identity with v = 0.
 """
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
@@ -40,13 +38,9 @@ SPLITS = D // ROWS
 STAGE_BYTES = 2 * (2 * C * D + C * ROWS) + 4 * D
 
 
-class Config(NamedTuple):
-    stages: int
-
-
 class Scan:
-    def __init__(self, config: Config):
-        self.config = config
+    def __init__(self, stages: int):
+        self.stages = stages
 
     @cute.jit
     def __call__(
@@ -65,8 +59,8 @@ class Scan:
         places: I32,  # of segments, per head
         stream,
     ):  # fmt: skip
-        tile, tile_t = both_ways(C, D, self.config.stages)
-        vtile, vtile_t = both_ways(C, ROWS, self.config.stages)
+        tile, tile_t = both_ways(C, D, self.stages)
+        vtile, vtile_t = both_ways(C, ROWS, self.stages)
         load = cpasync.CopyBulkTensorTileG2SOp()
 
         a_w, t_w = moved(load, rows(BF16, operands, tiles * HV * (3 * C), D), tile, (C, D))
@@ -87,6 +81,7 @@ class Scan:
             max_number_threads=(384, 1, 1),  # as in the recurrence
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=True,
         )  # fmt: skip
 
     @cute.kernel
@@ -101,7 +96,7 @@ class Scan:
         tile: cute.ComposedLayout, tile_t: cute.ComposedLayout,
         vtile: cute.ComposedLayout, vtile_t: cute.ComposedLayout,
     ):  # fmt: skip
-        stages = self.config.stages
+        stages = self.stages
         tidx, _, _ = cute.arch.thread_idx()
         program, _, _ = cute.arch.block_idx()
         warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -131,6 +126,7 @@ class Scan:
                     cute.arch.mbarrier_init(empty + i, 4 * groups)
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
+        cute.arch.griddepcontrol_launch_dependents()
 
         i_b = i_n
         tile_0 = i_n * (tiles // B) + before
@@ -138,6 +134,7 @@ class Scan:
             i_b = I32(0)
             tile_0 = first_tile(cu_seqlens, flags & OFFSETS_64, i_n, T, C) + before
         v_b = cute.domain_offset((bos + before * C, 0), t_v[None, None, i_h, i_b])
+        cute.arch.griddepcontrol_wait()
         if warp_id >= 8:
             cute.arch.setmaxregister_decrease(24)
             if warp_id == 8:
@@ -188,7 +185,7 @@ class Scan:
             cute.copy(a_w, w_g[None, 2 * region + row, 0], kr_s[None, stage], tma_bar_ptr=bar)
             row += HV
             stage += 1
-            if stage == self.config.stages:
+            if stage == self.stages:
                 stage = I32(0)
                 phase ^= 1
 
@@ -204,7 +201,7 @@ class Scan:
         i_v: I32, group: I32, tid: I32,
     ):  # fmt: skip
         """A consumer warpgroup, of Z (group 0) or of P."""
-        stages = self.config.stages
+        stages = self.stages
         mma_x.set(warpgroup.Field.ACCUMULATE, True)
         mma_s.set(warpgroup.Field.ACCUMULATE, True)
         b_kd = mma_x.make_fragment_B(mma_x.get_slice(tid).partition_B(s_kd))

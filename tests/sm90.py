@@ -70,17 +70,31 @@ TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
 def sass(content: bytes, folder: Path) -> Sass:
-    """Of a cubin."""
+    """Of a cubin with one kernel."""
+    ((_, found),) = sass_of_each(content, folder)
+    return found
+
+
+def sass_of_each(content: bytes, folder: Path) -> list[tuple[str, Sass]]:
+    """The kernels of a cubin by name."""
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(content)
 
     def output(*command: str) -> str:
         return subprocess.run([*command, cubin], capture_output=True, text=True, check=True).stdout
 
-    code = output(str(TOOLS / "nvdisasm"), "-c")
+    code = re.split(r"\.section\s+\.text\.(\w+)", output(str(TOOLS / "nvdisasm"), "-c"))[1:]
     usage = output(str(TOOLS / "cuobjdump"), "-res-usage")
+    stacks = dict(re.findall(r"Function (\w+):\s.*?STACK:(\d+)", usage))
+    return [
+        (name, read(text, int(stacks[name])))
+        for name, text in zip(code[::2], code[1::2], strict=True)
+    ]
+
+
+def read(code: str, stack: int) -> Sass:
     return Sass(
-        stack=int(re.search(r"STACK:(\d+)", usage)[1]),
+        stack=stack,
         wgmma=len(re.findall(r"\bHGMMA\b", code)),
         wgmma_waits=len(re.findall(r"WARPGROUP\.DEPBAR", code)),
         tma_loads=len(re.findall(r"\bUTMALDG\b", code)),

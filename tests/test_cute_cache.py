@@ -12,7 +12,7 @@ from conftest import INTERPRETED
 
 import kda
 import kernels_cute
-from kda import registry, tuning
+from kda import registry
 from kernels_cute import compile_cache, launch
 
 why = kernels_cute.compiler_missing()
@@ -21,13 +21,13 @@ compiles = pytest.mark.skipif(
 )
 ROOT = Path(__file__).resolve().parent.parent
 
-# Takes one kernel from the cache, and tells whether it had to be compiled.
-TAKE_ONE = """
+# Takes the kernels from the cache, and tells whether they had to be compiled.
+TAKE = """
 from kernels_cute import launch
 built = []
-build = launch.build_merge
-launch.build_merge = lambda config: built.append(config) or build(config)
-assert callable(launch.merge_kernel())
+build = launch.build
+launch.build = lambda variants: built.append(variants) or build(variants)
+assert callable(launch.compiled())
 print(len(built))
 """
 
@@ -52,7 +52,7 @@ def cache(tmp_path, monkeypatch):
 def take(folder):
     environment = {"KDA_CACHE_DIR": str(folder), "PATH": "", "HOME": str(folder)}
     return subprocess.Popen(
-        [sys.executable, "-c", TAKE_ONE], cwd=ROOT, env=environment, text=True,
+        [sys.executable, "-c", TAKE], cwd=ROOT, env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
@@ -63,7 +63,7 @@ def test_eight_cold_processes_compile_once_and_a_warm_one_never(cache):
     results = [process.communicate(timeout=300) for process in processes]
     assert all(process.returncode == 0 for process in processes), results
     assert sorted(out.strip() for out, _ in results) == ["0"] * 7 + ["1"]
-    assert len(list(cache.glob("merge-*.o"))) == 1
+    assert len(list(cache.glob("call-*.o"))) == 1
     assert not list(cache.glob(".part-*"))
     out, err = take(cache).communicate(timeout=300)
     assert out.strip() == "0", err
@@ -129,18 +129,17 @@ def test_the_folder_is_the_users_cache_unless_told_otherwise(monkeypatch):
     assert compile_cache.folder() == Path.home() / ".cache/kda"
 
 
-def test_warmup_asks_for_every_kernel_of_every_rule(monkeypatch):
-    asked = set()
+def test_warmup_asks_for_what_every_call_launches(monkeypatch):
+    asked = []
     monkeypatch.setattr(kernels_cute, "compiler_missing", lambda: None)
     monkeypatch.setattr(
-        compile_cache, "kernel", lambda stage, config, build: asked.add((stage, config))
+        compile_cache, "kernel", lambda stage, config, build: asked.append((stage, config))
     )
     monkeypatch.setattr(compile_cache, "hold", lambda stage, config: (stage, config) in asked)
     kda.warmup()
-    rules = tuning.RULES["cute"]
-    assert {stage for stage, _ in asked} == {"prepare", "scan", "merge", "recurrence"}
-    shipped = {(r.variant.v_block, r.variant.recurrence_stages) for r in rules}
-    assert {config for stage, config in asked if stage == "recurrence"} == shipped
+    launch.compiled()
+    assert len(asked) == 2
+    assert asked[0] == asked[1]
 
 
 def test_warmup_that_could_store_nothing_says_so(monkeypatch, tmp_path):

@@ -5,7 +5,7 @@ import re
 
 import pytest
 from conftest import INTERPRETED
-from sm90 import ptxas_notes, sass
+from sm90 import ptxas_notes, sass_of_each
 
 import kernels_cute
 from kda import tuning
@@ -18,48 +18,62 @@ pytestmark = [
     ),
 ]
 
-VARIANTS = [rule.variant for rule in tuning.RULES["cute"]]
-
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """{(stage, config): compiled kernel} of all that `warmup` asks the cache for."""
+    """What `warmup` asks the cache for."""
     folder = tmp_path_factory.mktemp("dump")
-    found = {}
-
-    def make(stage, config, build):
-        if (stage, config) not in found:
-            found[stage, config] = build(config)
-
+    found = []
     with pytest.MonkeyPatch.context() as patch:
         options = f"{launch.OPTIONS} --keep-ptx --keep-cubin --dump-dir={folder}"
         patch.setattr(launch, "OPTIONS", options)
-        patch.setattr(compile_cache, "kernel", make)
+        patch.setattr(
+            compile_cache, "kernel", lambda stage, config, build: found.append(build(config))
+        )
         patch.setattr(compile_cache, "hold", lambda *_: True)
-        launch.warmup(VARIANTS)
-    return found
+        launch.warmup()
+    (kernels,) = found
+    return kernels
 
 
 @pytest.fixture(scope="module")
 def machine_code(compiled, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sass")
-    return {key: sass(kernel.__cubin__, folder) for key, kernel in compiled.items()}
+    """[(stage, machine code)]"""
+    each = sass_of_each(compiled.__cubin__, tmp_path_factory.mktemp("sass"))
+    return [(re.search(r"kernels_cute([a-z]+)", name)[1], code) for name, code in each]
 
 
-def test_a_handful_of_kernels_serves_every_call(compiled):
-    assert {stage for stage, _ in compiled} == {"prepare", "scan", "merge", "recurrence"}
-    assert len(compiled) <= 6
+def test_a_handful_of_kernels_serves_every_call(machine_code):
+    stages = ["merge", "prepare", *["recurrence"] * len(interface.VARIANTS), "scan"]
+    assert sorted(stage for stage, _ in machine_code) == stages
+
+
+def test_every_planned_variant_is_compiled():
+    planned = {(r.variant.v_block, r.variant.recurrence_stages) for r in tuning.RULES["cute"]}
+    assert planned == set(interface.VARIANTS)
 
 
 def test_no_kernel_spills(machine_code):
-    assert {key: code.stack for key, code in machine_code.items() if code.stack} == {}
+    assert [(stage, code.stack) for stage, code in machine_code if code.stack] == []
 
 
 def test_one_thread_issues_each_copy(machine_code):
     """Where ptxas gives up uniform registers it loops over the threads of every TMA copy."""
-    assert {key: n.thread_loops for key, n in machine_code.items() if n.thread_loops} == {}
-    loads = {stage: code.tma_loads for (stage, _), code in machine_code.items()}
-    assert all(loads[stage] for stage in ("prepare", "scan", "recurrence"))
+    assert [(stage, n.thread_loops) for stage, n in machine_code if n.thread_loops] == []
+    assert {stage for stage, code in machine_code if code.tma_loads} == {
+        *("prepare", "scan", "recurrence")
+    }
+
+
+def test_each_stage_waits_for_the_one_before_it_and_lets_the_next_one_in(machine_code):
+    """SASS calls them ACQBULK and PREEXIT. What comes before the wait reads offsets only."""
+    for stage, sass in machine_code:
+        before, wait, after = sass.code.partition("ACQBULK")
+        assert bool(wait) == (stage != "prepare")
+        assert ("PREEXIT" in sass.code) == (stage != "recurrence")
+        if wait:
+            assert not re.search(r"\b(UTMA|ST\.?G|STG|ATOMG|RED|LDG\.E\.\d)", before)
+            assert re.search(r"\b(UTMALDG|LDG\.E\.128)", after)
 
 
 @pytest.mark.parametrize(
@@ -74,20 +88,21 @@ def test_one_thread_issues_each_copy(machine_code):
     ],
 )
 def test_products_are_waited_for_only_where_the_source_does(stage, products, waits, machine_code):
-    found = [code for (name, _), code in machine_code.items() if name == stage]
+    found = [code for name, code in machine_code if name == stage]
     assert found
     for code in found:
         assert (code.wgmma, code.wgmma_waits) == (products, waits)
 
 
 def test_ptxas_serialises_no_products(compiled, tmp_path):
-    for kernel in compiled.values():
-        assert not re.findall(r"C751[01]", ptxas_notes(kernel.__ptx__, tmp_path))
+    assert not re.findall(r"C751[01]", ptxas_notes(compiled.__ptx__, tmp_path))
 
 
-def test_prepare_leaves_room_for_three_programs_an_sm(compiled, machine_code):
-    (ptx,) = [k.__ptx__ for (stage, _), k in compiled.items() if stage == "prepare"]
-    assert f".minnctapersm {interface.PREPARE_PROGRAMS_PER_SM}" in ptx
+def test_prepare_leaves_room_for_three_programs_an_sm(compiled):
+    prepare = compiled.__ptx__[
+        re.search(r"\.entry \w*kernels_cuteprepare", compiled.__ptx__).start() :
+    ]
+    assert f".minnctapersm {interface.PREPARE_PROGRAMS_PER_SM}" in prepare[: prepare.index("{")]
     shared_of_an_sm, reserved = 233472, 1024
     from kernels_cute.layouts import SHARED
 

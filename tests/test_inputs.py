@@ -477,3 +477,13 @@ def test_a_nan_in_a_live_computed_gate_is_not_hidden(target):
     o, final = target.run(call)
     assert o[:, 20:].isnan().all()
     assert final.isnan().any()
+
+
+@pytest.mark.small
+@pytest.mark.parametrize("bias", [torch.inf, -torch.inf])
+def test_an_infinite_bias_is_a_gate_at_its_end_before_a_cut_step_too(bias, target):
+    """Rows past a sequence's end have a gate of their own there: infinities must not meet."""
+    case = Case("bias_inf", (70, 20), "mixed", H=1, HV=1)
+    call = make_inputs(case, target.device)
+    call["dt_bias"][0, ::7] = bias
+    holds(target, call)
