@@ -143,6 +143,8 @@ class Plan(NamedTuple):
     segment: int  # most tokens of a segment, whole steps; 0: every sequence runs serially
     segments: int  # of the longest sequence, 1 = serial; an upper bound without host-known lengths
     places: int  # for the states of segments, per value head; 0 = serial
+    scans: int  # segments looked at by the pre-scan, per value head; 0 = serial
+    merges: int  # sequences looked at by the merge, per value head; 0: none has three segments
     recurrences: int  # per value head: N, or with segments no fewer than all of them
     critical_steps: int  # one after the other: max_steps, or pre-scan, merge and a recurrence
     serial_us: float  # predicted after prepare, of whole sequences; 0: not predicted

@@ -99,10 +99,13 @@ def plan(problem: Problem, offers: tuple[Offer, ...]) -> Plan:
     longest = T if problem.seq_lens is None else max(problem.seq_lens)
     max_steps = varlen.ceil_div(longest, step)
     if split is None:
-        segment, count, places, recurrences, critical = 0, 1, 0, N, max_steps
+        segment, count, critical = 0, 1, max_steps
+        places, scans, merges, recurrences = 0, 0, 0, N
     else:
         segment, count = split.segment, varlen.ceil_div(longest, split.segment)
         places = varlen.place_count(B, T, problem.packed, segment)
+        scans = varlen.scan_count(B, T, problem.packed, segment)
+        merges = varlen.merge_count(B, T, problem.packed, segment)
         recurrences = varlen.tile_count(B, T, N, problem.packed, segment)
         critical = 2 * split.steps + count - 2
     return Plan(
@@ -119,6 +122,8 @@ def plan(problem: Problem, offers: tuple[Offer, ...]) -> Plan:
         segment=segment,
         segments=count,
         places=places,
+        scans=scans,
+        merges=merges,
         recurrences=recurrences,
         critical_steps=critical,
         serial_us=choice.serial_us,

@@ -8,7 +8,9 @@ past the last offset, which come back as zeros.
 
 Segments of at most L tokens are found in the same way, with L in place of C. Only a sequence longer
 than L has several, and needs places for the states before them: ceil(len / L) <= floor(2 len / L)
-of them from floor(2 bos_n / L) on, so that short sequences take none.
+of them from floor(2 bos_n / L) on, so that short sequences take none. All but its last segment are
+scanned: ceil(len / L) - 1 <= floor((bos + len) / L) - floor(bos / L), from floor(bos_n / L) on. The
+merge starts where three segments or more begin: no two such sequences share floor(bos_n / 2L).
 """
 
 from __future__ import annotations
@@ -33,6 +35,16 @@ def tile_count(B: int, T: int, N: int, packed: bool, step: int) -> int:
 def place_count(B: int, T: int, packed: bool, segment: int) -> int:
     """Places per value head for the states before the segments of sequences that are split."""
     return 2 * T // segment if packed else B * ceil_div(T, segment)
+
+
+def scan_count(B: int, T: int, packed: bool, segment: int) -> int:
+    """Segments per value head that a pre-scan looks at."""
+    return T // segment if packed else B * ceil_div(T, segment)
+
+
+def merge_count(B: int, T: int, packed: bool, segment: int) -> int:
+    """Sequences per value head that a merge looks at."""
+    return T // (2 * segment) if packed else B * (T > 2 * segment)
 
 
 def typical_length(B: int, T: int, N: int, seq_lens: Sequence[int] | None) -> int:

@@ -51,7 +51,8 @@ class Call:
         out_b: I64, out_t: I64, out_h: I64, out_d: I64,
         B: I32, T: I32, H: I32, HV: I32, N: I32, tiles: I32, sms: I32,
         segment: I32,  # most tokens of one, or 0
-        places: I32, runs: I32,  # of states, and recurrences, per head
+        # per value head: states of segments, programs of the scan, the merge and the recurrence
+        places: I32, scans: I32, merges: I32, runs: I32,
         flags: I32,
         lower_bound: F32, scale: F32,
         stream,
@@ -66,10 +67,10 @@ class Call:
         if flags & SCAN != 0:
             self.scan(
                 operands, gamma, v, initial_state, states, cu_seqlens, v_b, v_t, v_h, s0_n, s0_h,
-                s0_v, s0_k, tiles, B, T, N, HV, flags, segment, places, stream,
+                s0_v, s0_k, tiles, B, T, N, HV, flags, segment, places, scans, stream,
             )  # fmt: skip
         if flags & MERGE != 0:
-            self.merge(states, cu_seqlens, T, N, HV, flags, segment, places, stream)
+            self.merge(states, cu_seqlens, T, N, HV, flags, segment, places, merges, stream)
         for i, recurrence in enumerate(self.recurrences):
             if flags & RECURRENCE << i != 0:
                 recurrence(

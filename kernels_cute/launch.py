@@ -92,7 +92,7 @@ def run(stages: int, args: Args, plan: Plan, ws: Workspace) -> None:
         *q.stride(), *k.stride(), *v.stride(), *g.stride(), *beta.stride(),
         *(NO_STRIDES if s0 is None else s0.stride()), *(NO_STRIDES if s1 is None else s1.stride()),
         *out.stride(), B, T, H, plan.HV, plan.N, plan.tiles, plan.sms, plan.segment, plan.places,
-        plan.recurrences, flags, lower_bound, scale, stream,
+        plan.scans, plan.merges, plan.recurrences, flags, lower_bound, scale, stream,
     )  # fmt: skip
 
 
@@ -123,5 +123,5 @@ def recurrence(args: Args, plan: Plan, ws: Workspace) -> None:
 
 def launch(args: Args, plan: Plan, ws: Workspace) -> None:
     """The whole call."""
-    between = SCAN | MERGE if plan.segment else 0
-    run(PREPARE | between | last_stage(plan), args, plan, ws)
+    between = SCAN * (plan.scans > 0) + MERGE * (plan.merges > 0)
+    run(PREPARE + between + last_stage(plan), args, plan, ws)

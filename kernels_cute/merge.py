@@ -41,12 +41,11 @@ class Merge:
         # Z of a sequence from its initial state; out: the state before the segment at place i at i
         states: I64,
         cu_seqlens: I64,  # [N + 1] int32 | int64, or 0
-        T: I32, N: I32, HV: I32, flags: I32, segment: I32, places: I32,
+        T: I32, N: I32, HV: I32, flags: I32, segment: I32, places: I32, merges: I32,
         stream,
     ):  # fmt: skip
         self.kernel(states, cu_seqlens, T, N, HV, flags, segment, places).launch(
-            # a sequence that needs products has at least three places in a row
-            grid=(cutlass.max(places // 3, 1) * HV * SPLITS, 1, 1),
+            grid=(merges * HV * SPLITS, 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
             use_pdl=True,
@@ -62,16 +61,17 @@ class Merge:
         cute.arch.griddepcontrol_launch_dependents()
         i_v = program % SPLITS
         i_h = program // SPLITS % HV
-        # every third place is one of the first three of any such sequence
-        _, i_s, place, _, before, length, after = segment_at(
-            cu_seqlens, flags & OFFSETS_64, program // SPLITS // HV * 3 + 2, T, N, segment, C, True
+        i = program // SPLITS // HV
+        if cu_seqlens == 0:
+            i *= (T + segment - 1) // segment
+        _, i_s, place, _, _, length, after = segment_at(
+            cu_seqlens, flags & OFFSETS_64, i, T, N, segment, C, 2 * segment, 0
         )
         products = I32(0)
-        if (i_s >= 0) & (i_s < 3) & (length >= 0):
-            products = (before * C + length + after + segment - 1) // segment - 2
+        if i_s == 0:
+            products = (length + after + segment - 1) // segment - 2
         cute.arch.griddepcontrol_wait()
         if products > 0:
-            place -= i_s
             stride = I64(HV) * (D * D * 4)
             head = states + I64(i_h) * (D * D * 4)
             self.chain(

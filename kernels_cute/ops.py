@@ -175,25 +175,19 @@ def sequence_of_tile(
 @cute.jit
 def segment_at(
     cu_seqlens: I64, wide: I32, i: I32, T: I32, N: I32, segment: I32, C: cutlass.Constexpr,
-    by_place: cutlass.Constexpr,
+    unit: I32, extra: cutlass.Constexpr,
 ):  # fmt: skip
-    """Segment i by the count of all recurrences, or by the place of its states (kda/varlen.py):
-    (sequence, number in it, place, the sequence's first token, steps of C tokens before the
-    segment, tokens of the segment, tokens after it). -1 tokens: there is none."""
+    """Segment number i where those of a packed sequence are numbered from bos // unit + n * extra
+    on, those of dense ones all together (kda/varlen.py): (sequence, number in it, place of its
+    state, the sequence's first token, steps of C tokens before the segment, tokens of the segment,
+    tokens after it). -1 tokens: there is none."""
     per_row = (T + segment - 1) // segment
     i_n, i_s, place = i // per_row, i % per_row, i
     bos, length = I32(0), T
     if cu_seqlens != 0:
-        if cutlass.const_expr(by_place):
-            i_n = last_from(cu_seqlens, wide, i, T, N, segment // 2, 0)
-        else:
-            i_n = last_from(cu_seqlens, wide, i, T, N, segment, 1)
-        i_n = cutlass.min(i_n, N - 1)
+        i_n = cutlass.min(last_from(cu_seqlens, wide, i, T, N, unit, extra), N - 1)
         bos, length = sequence_bounds(cu_seqlens, wide, i_n, T)
-        if cutlass.const_expr(by_place):
-            i_s = i - bos // (segment // 2)
-        else:
-            i_s = i - bos // segment - i_n
+        i_s = i - bos // unit - i_n * extra
         place = bos // (segment // 2) + i_s
     count = cutlass.max((length + segment - 1) // segment, I32(1))
     steps = (length + C - 1) // C

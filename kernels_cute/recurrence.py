@@ -35,6 +35,7 @@ from kernels_cute.state import (
     product,
     product_0,
     read_state,
+    release,
     round_state,
     rows_of,
     update,
@@ -177,7 +178,7 @@ class Recurrence:
         bos, length = I32(0), T
         if segment > 0:
             i_n, i_s, i_place, bos, before, length, after = segment_at(
-                cu_seqlens, wide, i_n, T, N, segment, C, False
+                cu_seqlens, wide, i_n, T, N, segment, C, segment, 1
             )
             if (length < 0) | (after > 0):
                 final_state = I64(0)
@@ -383,8 +384,7 @@ class Recurrence:
                 product(mma_x, x, sb, b_kd[None, None, None, stage])
                 warpgroup.commit_group()
                 warpgroup.wait_group(1)  # o is complete, and the stage has been read
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(empty + old)
+                release(empty + old)
                 ob.store(o.load().to(BF16))
                 warpgroup.fence()
                 product_0(mma_0, mma_x, o, sb, b_qd[None, None, None, stage])

@@ -26,6 +26,7 @@ from kernels_cute.state import (
     decay,
     product,
     read_state,
+    release,
     round_state,
     rows_of,
     widen,
@@ -56,7 +57,7 @@ class Scan:
         v_b: I64, v_t: I64, v_h: I64, s0_n: I64, s0_h: I64, s0_v: I64, s0_k: I64,
         tiles: I32, B: I32, T: I32, N: I32, HV: I32, flags: I32,
         segment: I32,  # most tokens of one
-        places: I32,  # of segments, per head
+        places: I32, scans: I32,  # of states, and programs' segments, per head
         stream,
     ):  # fmt: skip
         tile, tile_t = both_ways(C, D, self.stages)
@@ -76,7 +77,7 @@ class Scan:
             states, cu_seqlens, s0_n, s0_h, s0_v, s0_k, tiles, B, T, N, HV, flags, segment, places,
             tile, tile_t, vtile, vtile_t,
         ).launch(
-            grid=(places * HV * SPLITS, 1, 1),
+            grid=(scans * HV * SPLITS, 1, 1),
             block=(384, 1, 1),
             max_number_threads=(384, 1, 1),  # as in the recurrence
             stream=stream,
@@ -100,6 +101,7 @@ class Scan:
         tidx, _, _ = cute.arch.thread_idx()
         program, _, _ = cute.arch.block_idx()
         warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        cute.arch.griddepcontrol_launch_dependents()
         i_v = program % SPLITS
         i_h = program // SPLITS % HV
 
@@ -112,7 +114,7 @@ class Scan:
         full, empty = bars.iterator, bars.iterator + stages
 
         i_n, i_s, i_place, bos, before, length, after = segment_at(
-            cu_seqlens, flags & OFFSETS_64, program // SPLITS // HV, T, N, segment, C, True
+            cu_seqlens, flags & OFFSETS_64, program // SPLITS // HV, T, N, segment, C, segment, 0
         )
         if after == 0:  # the last segment needs neither Z nor P
             length = I32(0)
@@ -126,7 +128,6 @@ class Scan:
                     cute.arch.mbarrier_init(empty + i, 4 * groups)
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
-        cute.arch.griddepcontrol_launch_dependents()
 
         i_b = i_n
         tile_0 = i_n * (tiles // B) + before
@@ -252,8 +253,7 @@ class Scan:
             cute.arch.mbarrier_wait(full + stage, phase)
             self.start(ld_v, v_src, vt, vt_r, x, group, stage)
             warpgroup.wait_group(0)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(empty + old)
+            release(empty + old)
             round_state(state, sb_c)
             warpgroup.fence()
             product(mma_x, x, sb, b_kd[None, None, None, stage])

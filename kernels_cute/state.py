@@ -132,3 +132,11 @@ def hand(bar: cute.Pointer):
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(bar)
+
+
+@cute.jit
+def release(bar: cute.Pointer):
+    """Tell the moving warp that this one has read a stage, all lanes of it."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(bar)

@@ -178,6 +178,35 @@ def test_segments_cover_a_sequence_evenly_and_their_states_have_places_of_their_
     assert set(taken) <= set(range(varlen.place_count(1, T, True, segment)))
 
 
+@pytest.mark.parametrize("segment", [16, 48, 64, 320])
+@pytest.mark.parametrize(
+    "lens",
+    [
+        (0, 16, 0, 33, 1, 650),
+        (17, 16, 49, 48),
+        (1000,),
+        (1,) * 40,
+        (0, 0, 97, 0, 33, 0, 129),
+        (161,) * 5,
+    ],
+)
+def test_every_segment_to_be_scanned_and_every_chain_to_be_merged_is_found_once(lens, segment):
+    bos = [sum(lens[:n]) for n in range(len(lens))]
+    T, scanned, merged = sum(lens), [], []
+    for i in range(varlen.scan_count(1, T, True, segment)):
+        n = max(n for n, first in enumerate(bos) if first // segment <= i)
+        scanned.append((n, i - bos[n] // segment))
+    for i in range(varlen.merge_count(1, T, True, segment)):
+        n = max(n for n, first in enumerate(bos) if first // (2 * segment) <= i)
+        if bos[n] // (2 * segment) == i:
+            merged.append(n)
+    counts = [max(ceil_div(length, segment), 1) for length in lens]
+    wanted = [(n, i) for n, count in enumerate(counts) for i in range(count - 1)]
+    assert [found for found in scanned if found in set(wanted)] == wanted
+    wanted = [n for n, count in enumerate(counts) if count > 2]
+    assert [n for n in merged if n in wanted] == wanted
+
+
 # Stages
 
 
