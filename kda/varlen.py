@@ -44,7 +44,7 @@ def scan_count(B: int, T: int, packed: bool, segment: int) -> int:
 
 def merge_count(B: int, T: int, packed: bool, segment: int) -> int:
     """Sequences per value head that a merge looks at."""
-    return T // (2 * segment) if packed else B * (T > 2 * segment)
+    return T // (2 * segment) if packed else B * (2 * segment < T)
 
 
 def typical_length(B: int, T: int, N: int, seq_lens: Sequence[int] | None) -> int:

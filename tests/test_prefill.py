@@ -277,6 +277,21 @@ def test_rows_past_the_last_offset_are_not_read_and_come_back_as_zeros(pack, tar
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("split", [False, True])
+def test_a_thousand_calls_without_a_pause_give_the_same_bits(split, target):
+    if target.backend == "torch":
+        pytest.skip("no kernel of ours")
+    case = Case("thousand", (1000, 300, 0, 65), "mixed", H=4, HV=4)
+    call = make_inputs(case, target.device) | {"use_intracard_cp": split}
+    first = [x.view(torch.int16) for x in target.run(call)]
+    different = torch.zeros((), dtype=torch.int64, device=target.device)
+    for _ in range(1000):
+        for got, want in zip(target.run(call), first, strict=True):
+            different += (got.view(torch.int16) != want).sum()
+    assert different == 0
+
+
+@pytest.mark.gpu
 def test_two_processes_give_the_same_bits():
     script = Path(__file__).with_name("bits.py")
     root = {"PYTHONPATH": os.pathsep.join((str(script.parents[1]), *sys.path))}
