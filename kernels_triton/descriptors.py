@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     Sizes = tuple[int, ...]
     Layout = Callable[[Sizes, torch.dtype], Any]
 
-MOST = 1024  # descriptors remembered: ten a call, and each layer of a model may have its own
+MOST = 1024  # descriptors remembered: five a call, and each layer may have its own
 
 
 class Descriptors:
@@ -42,39 +42,30 @@ class Descriptors:
 
         @lru_cache(maxsize=MOST)
         def remembered(
-            geometry: Callable[..., tuple[Sizes, Sizes, Sizes]],
-            address: int,
-            dtype: torch.dtype,
-            *numbers: Any,
+            address: int, dtype: torch.dtype, shape: Sizes, strides: Sizes, step: int, columns: int
         ) -> Any:
-            return fill(Address(address, dtype), dtype, *geometry(*numbers))
+            x = Address(address, dtype)
+            return fill(x, dtype, *heads_first(shape, strides, step, columns))
 
         self.fill, self.remembered = fill, remembered
 
     def rows(self, x: torch.Tensor | Address, count: int, step: int, columns: int) -> Any:
-        """`count` rows of `columns` from x's first element on, `step` of them a block."""
-        if NEEDS_TENSORS:
-            return self.fill(x, x.dtype, *rows(count, step, columns))
-        return self.remembered(rows, x.data_ptr(), x.dtype, count, step, columns)
+        """`count` rows of `columns` from x's first element on, `step` of them a block. Made anew:
+        a launcher remembers those of a workspace together."""
+        return self.fill(x, x.dtype, (count, columns), (columns, 1), (step, columns))
 
     def heads_first(self, x: torch.Tensor, step: int, columns: int) -> Any:
         """[B, T, H, D] as [B, H, T, D]: the dimensions of size one lead the block."""
         if NEEDS_TENSORS:
             return self.fill(x, x.dtype, *heads_first(x.shape, x.stride(), step, columns))
-        return self.remembered(
-            heads_first, x.data_ptr(), x.dtype, x.shape, x.stride(), step, columns
-        )
-
-
-def rows(count: int, step: int, columns: int) -> tuple[Sizes, Sizes, Sizes]:
-    """Shape, strides and block."""
-    return (count, columns), (columns, 1), (step, columns)
+        return self.remembered(x.data_ptr(), x.dtype, x.shape, x.stride(), step, columns)
 
 
 def heads_first(
     shape: Sizes, strides: Sizes, step: int, columns: int
 ) -> tuple[Sizes, Sizes, Sizes]:
-    """Strides of dimensions of size one may be anything in torch, but not in TMA."""
+    """Shape, strides and block. Strides of dimensions of size one may be anything in torch, but not
+    in TMA."""
     B, T, H, D = shape
     b, t, h, _ = strides
     used = (b if B > 1 else D, h if H > 1 else D, t if T > 1 else D, 1)

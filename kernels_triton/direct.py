@@ -20,18 +20,25 @@ from kernels_triton import checked, triton_version
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    Launch = Callable[[tuple[int, ...], tuple[Any, ...]], None]
+    Again = Callable[[], None]
+    Launch = Callable[[tuple[int, ...], tuple[Any, ...]], Again | None]
+
+
+HOOKS = knobs.runtime
 
 
 def launch_of(compiled: Any, device: int, constants: tuple[Any, ...]) -> Launch:
-    """The cheapest launch(grid, args) of a kernel that was compiled for the current `device`."""
+    """The cheapest launch(grid, args) of a kernel that was compiled for the current `device`. It
+    returns what launches the same again, on the stream that is current then, while nothing is
+    `hooked`; None if Triton launched."""
 
     def by_triton(grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
         compiled[grid](*args, *constants)
 
-    call = c_function(compiled)
-    if call is None:
+    known = c_function(compiled)
+    if known is None:
         return by_triton
+    c_launch, how, spread = known
     types = list(compiled.src.signature.values())
     pointers = [i for i, t in enumerate(types) if t[0] == "*"]
     described = [i for i, t in enumerate(types) if t.startswith("tensordesc")]
@@ -40,13 +47,10 @@ def launch_of(compiled: Any, device: int, constants: tuple[Any, ...]) -> Launch:
     descriptors = list(zip(described, encodings, strict=True))[::-1]
     encode = encoder()
     current_stream = driver.active.get_current_stream
-    hooks = knobs.runtime
 
-    def launch(grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
-        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
-            by_triton(grid, args)
-            return
+    def launch(grid: tuple[int, ...], args: tuple[Any, ...]) -> Again | None:
+        if hooked():
+            return by_triton(grid, args)
         values = [*args, *constants]
         for i in pointers:
             values[i] = values[i].data_ptr()
@@ -55,9 +59,21 @@ def launch_of(compiled: Any, device: int, constants: tuple[Any, ...]) -> Launch:
             if key not in encoded:
                 encoded[key] = encode(values[i], meta)
             values[i : i + 1] = encoded[key]
-        call(grid, current_stream(device), values)
+        further = (*how, *values) if spread else (*how, values)
+
+        def again() -> None:
+            c_launch(*grid, current_stream(device), *further)
+
+        again()
+        return again
 
     return launch
+
+
+def hooked() -> bool:
+    """Whether somebody wants to be told of launches, which only Triton's own launch does."""
+    enter, leave = HOOKS.launch_enter_hook, HOOKS.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 @lru_cache(maxsize=1)
@@ -65,13 +81,15 @@ def encoder() -> Callable[[Any, dict[str, Any]], list[Any]]:
     """Makes of a descriptor what the C function takes: the driver's tensor map, shape, strides."""
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
+    if len(inspect.signature(make_tensordesc_arg).parameters) == 2:
+        return make_tensordesc_arg
     # Triton 3.8 added a parameter, which it does not use
-    further = [None] * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)
-    return lambda descriptor, meta: make_tensordesc_arg(descriptor, meta, *further)
+    return lambda descriptor, meta: make_tensordesc_arg(descriptor, meta, None)
 
 
-def c_function(compiled: Any) -> Callable[[tuple[int, ...], int, list[Any]], None] | None:
-    """The C function that launches `compiled`, as call(grid, stream, values), if it is known."""
+def c_function(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...], bool] | None:
+    """The C function that launches `compiled`, what it takes between the stream and the values,
+    and whether it takes these one by one; None if it is not known."""
     if not checked():
         return None
     run = compiled.run
@@ -84,8 +102,6 @@ def c_function(compiled: Any) -> Callable[[tuple[int, ...], int, list[Any]], Non
         if inspect.isfunction(c_launch):
             c_launch = inspect.getclosurevars(c_launch).nonlocals["launcher"]
         # no scratch memory; no launch metadata, no hooks
-        how = (*how, None, None, kernel, None, None, None)
-        return lambda grid, stream, values: c_launch(*grid, stream, *how, *values)
-    c_launch = driver.active.utils.launch
+        return c_launch, (*how, None, None, kernel, None, None, None), True
     how = (*how, kernel, *[None] * 5, run.arg_annotations, run.kernel_signature)
-    return lambda grid, stream, values: c_launch(*grid, stream, *how, values)
+    return driver.active.utils.launch, how, False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from kda.contract import HEAD_DIM
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from kda.contract import Args, Plan
     from kda.workspace import Addresses, Workspace
+    from kernels_triton.direct import Again
 
 __all__ = ["merge", "prepare", "recurrence", "scan"]  # one merge serves both twins
 
@@ -24,25 +26,28 @@ launch_prepare = Launcher(prepare_kernel, settled="q k g out nkd qd operands m g
 launch_recurrence = Launcher(recurrence_kernel, settled="operands m gamma v o out states")
 
 
-def operand_rows(at: Addresses, count: int, step: int) -> TensorDescriptor:
-    """nkd, qd and kr, which adjoin, in one descriptor."""
-    return rows(at.nkd, 3 * count, step, HEAD_DIM)
+@lru_cache(maxsize=256)
+def of_tiles(at: Addresses, count: int, step: int) -> tuple[TensorDescriptor, ...]:
+    """nkd, qd and kr, which adjoin, in one descriptor; m; gamma."""
+    operands = rows(at.nkd, 3 * count, step, HEAD_DIM)
+    return operands, rows(at.m, count, step, step), rows(at.gamma, count // step, 1, HEAD_DIM)
 
 
-def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
+def prepare(args: Args, plan: Plan, ws: Workspace) -> Again | None:
     """Stage 1: fills the workspace, and zeros the rows of `out` past the last offset."""
     B, T, H, D = args.q.shape
     step = plan.step
     assert step == C.value
     count, at = plan.tiles * plan.HV * step, ws.at
-    launch_prepare(
+    operands, m, _ = of_tiles(at, count, step)
+    return launch_prepare(
         (plan.tiles * plan.HV, 1, 1),
         (
             heads_first(args.q, step, D), heads_first(args.k, step, D),
             heads_first(args.g, step, D), args.beta, args.A_log, args.dt_bias, args.cu_seqlens,
-            args.out, at.nkd, at.qd, operand_rows(at, count, step), rows(at.m, count, step, step),
-            at.gamma, *args.beta.stride(), *args.out.stride()[1:3], count, T, plan.N,
-            plan.tiles // B, plan.HV, plan.HV // H, args.lower_bound, args.scale,
+            args.out, at.nkd, at.qd, operands, m, at.gamma, *args.beta.stride(),
+            *args.out.stride()[1:3], count, T, plan.N, plan.tiles // B, plan.HV, plan.HV // H,
+            args.lower_bound, args.scale,
         ),
         {
             "PACKED": args.cu_seqlens is not None,
@@ -56,34 +61,33 @@ def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
     )  # fmt: skip
 
 
-def scan(args: Args, plan: Plan, ws: Workspace) -> None:
+def scan(args: Args, plan: Plan, ws: Workspace) -> Again | None:
     """Stage 2 of a plan with segments: Z and P of each, from the workspace's tiles."""
     # two programs an SM: half the registers, and two stages of the few operands
-    launch_steps(args, plan, ws, plan.places * 2, scan=True, stages=2, maxnreg=128)
+    return launch_steps(args, plan, ws, plan.places * 2, scan=True, stages=2, maxnreg=128)
 
 
-def recurrence(args: Args, plan: Plan, ws: Workspace) -> None:
+def recurrence(args: Args, plan: Plan, ws: Workspace) -> Again | None:
     """The last stage: the state over the steps of each sequence, or of each segment from the state
     before it; writes `out` and `final_state`."""
     stages = plan.variant.recurrence_stages
-    launch_steps(args, plan, ws, plan.recurrences, scan=False, stages=stages)
+    return launch_steps(args, plan, ws, plan.recurrences, scan=False, stages=stages)
 
 
 def launch_steps(
     args: Args, plan: Plan, ws: Workspace, runs: int, *, scan: bool, stages: int, **options: int
-) -> None:
+) -> Again | None:
     B, T, _, _ = args.q.shape
     step, v_block = plan.step, plan.variant.v_block
     count, at = plan.tiles * plan.HV * step, ws.at
     s0, s1 = args.initial_state, args.final_state
-    launch_recurrence(
+    return launch_recurrence(
         (runs * plan.HV * plan.v_splits, 1, 1),
         (
-            operand_rows(at, count, step), rows(at.m, count, step, step),
-            rows(at.gamma, count // step, 1, HEAD_DIM),
-            heads_first(args.v, step, v_block), heads_first(args.out, step, v_block), args.out,
-            s0, s1, at.states, args.cu_seqlens, *strides(s0), *strides(s1), *args.out.stride()[:3],
-            count, T, plan.N, plan.tiles // B, plan.HV, plan.segment, plan.places,
+            *of_tiles(at, count, step), heads_first(args.v, step, v_block),
+            heads_first(args.out, step, v_block), args.out, s0, s1, at.states, args.cu_seqlens,
+            *strides(s0), *strides(s1), *args.out.stride()[:3], count, T, plan.N,
+            plan.tiles // B, plan.HV, plan.segment, plan.places,
         ),
         {
             "C": step,

@@ -13,7 +13,7 @@ from kernels_triton.direct import launch_of
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from kernels_triton.direct import Launch
+    from kernels_triton.direct import Again, Launch
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 # The interpreter reads tensors, and a Triton that was not tried may ask more of them than an
@@ -45,11 +45,12 @@ class Launcher:
         args: tuple[Any, ...],
         constants: dict[str, Any],
         **options: Any,
-    ) -> None:
-        """`args` are the kernel's first parameters, `constants` the constexpr ones after them."""
+    ) -> Again | None:
+        """`args` are the kernel's first parameters, `constants` the constexpr ones after them.
+        Returns what launches the same integers again, if that skips anything."""
         if INTERPRET:
             self.kernel[grid](*args, **constants)
-            return
+            return None
         device = torch.cuda.current_device()
         key = (
             device,
@@ -62,12 +63,12 @@ class Launcher:
         )
         launch = self.launches.get(key)
         if launch is not None:
-            launch(grid, args)
-            return
+            return launch(grid, args)
         if len(self.launches) >= MOST:
             self.launches.clear()
         compiled = self.kernel[grid](*args, **constants, **options)
         self.launches[key] = launch_of(compiled, device, tuple(constants.values()))
+        return None
 
 
 def strides(state: torch.Tensor | None) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -16,6 +17,7 @@ from kernels_triton.recurrence import recurrence_kernel
 if TYPE_CHECKING:
     from kda.contract import Args, Plan
     from kda.workspace import Addresses, Views, Workspace
+    from kernels_triton.direct import Again
 
 descriptors = Descriptors(TensorDescriptor, None)
 rows, heads_first = descriptors.rows, descriptors.heads_first
@@ -30,11 +32,20 @@ def regions(ws: Workspace) -> Addresses | Views:
     return ws.views() if NEEDS_TENSORS else ws.at
 
 
-def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
+def of_tiles(at: Addresses | Views, count: int, step: int) -> list[TensorDescriptor]:
+    """nkd, qd, kr and m."""
+    return [*[rows(x, count, step, HEAD_DIM) for x in at[:3]], rows(at.m, count, step, step)]
+
+
+if not NEEDS_TENSORS:
+    of_tiles = lru_cache(maxsize=256)(of_tiles)
+
+
+def prepare(args: Args, plan: Plan, ws: Workspace) -> Again | None:
     """Stage 1: fills the workspace, and zeros the rows of `out` past the last offset."""
     B, T, H, _ = args.q.shape
     assert plan.step == C.value
-    launch_prepare(
+    return launch_prepare(
         (plan.tiles * plan.HV, 1, 1),
         (
             args.q, args.k, args.g, args.beta, args.A_log, args.dt_bias, args.cu_seqlens, args.out,
@@ -57,14 +68,14 @@ def prepare(args: Args, plan: Plan, ws: Workspace) -> None:
     )  # fmt: skip
 
 
-def scan(args: Args, plan: Plan, ws: Workspace) -> None:
+def scan(args: Args, plan: Plan, ws: Workspace) -> Again | None:
     """Stage 2 of a plan with segments: Z and P of each, from the workspace's tiles."""
-    launch_steps(args, plan, ws, plan.places * 2, scan=True)
+    return launch_steps(args, plan, ws, plan.places * 2, scan=True)
 
 
-def merge(args: Args, plan: Plan, ws: Workspace) -> None:
+def merge(args: Args, plan: Plan, ws: Workspace) -> Again | None:
     """Stage 3 of a plan with segments: the state before each."""
-    launch_merge(
+    return launch_merge(
         (plan.places * plan.HV * HEAD_DIM // MERGE_ROWS, 1, 1),
         (
             regions(ws).states, args.cu_seqlens, args.q.shape[1], plan.N, plan.HV, plan.segment,
@@ -75,25 +86,24 @@ def merge(args: Args, plan: Plan, ws: Workspace) -> None:
     )  # fmt: skip
 
 
-def recurrence(args: Args, plan: Plan, ws: Workspace) -> None:
+def recurrence(args: Args, plan: Plan, ws: Workspace) -> Again | None:
     """The last stage: the state over the steps of each sequence, or of each segment from the state
     before it; writes `out` and `final_state`."""
-    launch_steps(args, plan, ws, plan.recurrences, scan=False)
+    return launch_steps(args, plan, ws, plan.recurrences, scan=False)
 
 
-def launch_steps(args: Args, plan: Plan, ws: Workspace, runs: int, *, scan: bool) -> None:
+def launch_steps(args: Args, plan: Plan, ws: Workspace, runs: int, *, scan: bool) -> Again | None:
     B, T, _, _ = args.q.shape
     step, v_block = plan.step, plan.variant.v_block
     count, at = plan.tiles * plan.HV * step, regions(ws)
     s0, s1 = args.initial_state, args.final_state
-    launch_recurrence(
+    return launch_recurrence(
         (runs * plan.HV * plan.v_splits, 1, 1),
         (
-            *[rows(x, count, step, HEAD_DIM) for x in (at.nkd, at.qd, at.kr)],
-            rows(at.m, count, step, step), at.gamma,
-            heads_first(args.v, step, v_block), heads_first(args.out, step, v_block), args.out,
-            s0, s1, at.states, args.cu_seqlens, *strides(s0), *strides(s1), *args.out.stride()[:3],
-            T, plan.N, plan.tiles // B, plan.HV, plan.segment, plan.places,
+            *of_tiles(at, count, step), at.gamma, heads_first(args.v, step, v_block),
+            heads_first(args.out, step, v_block), args.out, s0, s1, at.states, args.cu_seqlens,
+            *strides(s0), *strides(s1), *args.out.stride()[:3], T, plan.N, plan.tiles // B,
+            plan.HV, plan.segment, plan.places,
         ),
         {
             "C": step,

@@ -3,20 +3,22 @@
 #include <stdint.h>
 #include <string.h>
 
-int parameters = 0;          // of the kernel that is launched next
-int sizes[96];               // bytes of each, set before the launch
-char values[96][128];        // what the last launch passed
-uint64_t launch[9];          // grid, block, shared memory, stream, function
-int launches = 0, encodings = 0;
+// Of up to 8 launches in turn:
+int parameters[8];           // how many, set before the launch; 0 where none is recorded
+int sizes[8][96];            // bytes of each, set before the launch
+char values[8][96][128];     // what was passed
+uint64_t launch[8][9];       // grid, block, shared memory, stream, function
+int launches = 0;            // since it was set to 0
+int encodings = 0;
 
 CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **params, void **extra) {
   uint64_t what[9] = {c->gridDimX,  c->gridDimY,       c->gridDimZ,
                       c->blockDimX, c->blockDimY,      c->blockDimZ,
                       c->sharedMemBytes, (uint64_t)c->hStream, (uint64_t)f};
-  memcpy(launch, what, sizeof what);
-  for (int i = 0; i < parameters; i++)
-    memcpy(values[i], params[i], sizes[i]);
-  launches++;
+  int n = launches++ % 8;
+  memcpy(launch[n], what, sizeof what);
+  for (int i = 0; i < parameters[n]; i++)
+    memcpy(values[n][i], params[i], sizes[n][i]);
   return CUDA_SUCCESS;
 }
 

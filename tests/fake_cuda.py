@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 STREAM = 7
-MOST = 96  # parameters
+AT_ONCE, MOST = 8, 96  # launches, parameters
 
 
 class Launch(NamedTuple):
@@ -48,23 +48,34 @@ class FakeCuda:
         active.get_current_target = lambda: GPUTarget("cuda", 90, 32)
         driver.set_active(active)
 
-    def count(self, name: str) -> int:
-        return ctypes.c_int.in_dll(self.library, name).value
+    def array(self, name: str, kind: type = ctypes.c_int, *shape: int) -> Any:
+        for n in reversed(shape):
+            kind = kind * n
+        return kind.in_dll(self.library, name)
 
-    def record(self, kernel, run: Callable[[], object]) -> Launch:
-        """The one launch of `kernel`, compiled, that `run` makes."""
-        sizes = parameter_sizes(kernel.asm["ptx"])
-        (ctypes.c_int * MOST).in_dll(self.library, "sizes")[: len(sizes)] = sizes
-        parameters = ctypes.c_int.in_dll(self.library, "parameters")
-        parameters.value = len(sizes)
-        values = (ctypes.c_char * 128 * MOST).in_dll(self.library, "values")
+    def count(self, name: str) -> int:
+        return self.array(name).value
+
+    def record(self, kernels: list[Any], run: Callable[[], object]) -> list[Launch]:
+        """The launches that `run` makes: of `kernels`, compiled, in turn."""
+        parameters = self.array("parameters", ctypes.c_int, AT_ONCE)
+        sizes = self.array("sizes", ctypes.c_int, AT_ONCE, MOST)
+        values = self.array("values", ctypes.c_char * 128, AT_ONCE, MOST)
         ctypes.memset(values, 0, ctypes.sizeof(values))
-        before = self.count("launches")
+        for n, kernel in enumerate(kernels):
+            found = parameter_sizes(kernel.asm["ptx"])
+            sizes[n][: len(found)] = found
+            parameters[n] = len(found)
+        self.array("launches").value = 0
         run()
-        parameters.value = 0  # other kernels have others
-        assert self.count("launches") == before + 1
-        how = (ctypes.c_uint64 * 9).in_dll(self.library, "launch")
-        return Launch(tuple(how), tuple(x.raw[:n] for x, n in zip(values, sizes, strict=False)))
+        assert self.count("launches") == len(kernels)
+        how = self.array("launch", ctypes.c_uint64, AT_ONCE, 9)
+        made = []
+        for n in range(len(kernels)):
+            passed = zip(values[n], sizes[n], range(parameters[n]), strict=False)
+            made.append(Launch(tuple(how[n]), tuple(x.raw[:size] for x, size, _ in passed)))
+            parameters[n] = 0  # other kernels have others
+        return made
 
 
 def parameter_sizes(ptx: str) -> list[int]:

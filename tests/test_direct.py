@@ -12,11 +12,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from cases import make_inputs
 from conftest import INTERPRETED
 from test_compile import CALLS, OFFERS, VARIANTS
 
 from kda import check, planner, tuning, workspace
+from kda.contract import Gate
 from kda.prefill import bind
 
 NAMES = ("packed", "dense", "bare", "segments")
@@ -35,7 +37,7 @@ def test_a_direct_launch_passes_what_tritons_own_launch_passes(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     stages = 2 * len(PAIRS) + 2 * len(VARIANTS)  # those with segments have two more
-    assert done.stdout.split() == ["checked"] * stages
+    assert done.stdout.split() == ["checked"] * (stages + len(PAIRS))
 
 
 def check_every_stage(folder: Path) -> None:
@@ -58,37 +60,61 @@ def check_every_stage(folder: Path) -> None:
             stages.merge: plain_launch.launch_merge,
             stages.recurrence: stages.launch_recurrence,
         }
+        kernels, expected = [], []
         for stage, launcher in of.items():
             if plan.segment or stage in (stages.prepare, stages.recurrence):
-                check_stage(cuda, launcher, partial(stage, args, plan, ws))
+                kernel, made = check_stage(cuda, launcher, partial(stage, args, plan, ws))
+                kernels.append(kernel)
+                expected += made
                 print("checked")
+        for launcher in of.values():
+            launcher.launches.clear()
+        check_call(cuda, kernels, expected, partial(launch.launch, args, plan, ws))
+        print("checked")
 
 
-def check_stage(cuda, launcher, run) -> None:
+def check_stage(cuda, launcher, run) -> tuple[Any, list]:
     from fake_cuda import STREAM
-    from triton import knobs
 
     from kernels_triton import direct as path
 
     kernel = first_launch(launcher, run)
-    direct = cuda.record(kernel, run)
+    (direct,) = cuda.record([kernel], run)
     assert direct.how[-2] == STREAM
     encodings = cuda.count("encodings")
-    assert cuda.record(kernel, run) == direct
+    assert cuda.record([kernel], run) == [direct]
     assert cuda.count("encodings") == encodings  # the same integers: nothing is encoded again
-
-    told = []
-    knobs.runtime.launch_enter_hook.add(told.append)
-    by_triton = cuda.record(kernel, run)
-    knobs.runtime.launch_enter_hook.remove(told.append)
-    assert [t.get()["name"] for t in told] == [kernel.name]
-    assert by_triton == direct
+    assert told_of(cuda, [kernel], run) == [direct]
 
     assert path.c_function(kernel) is not None
     with mock.patch.object(path, "checked", return_value=False):
         assert path.c_function(kernel) is None
         first_launch(launcher, run)
-    assert cuda.record(kernel, run) == direct
+    assert cuda.record([kernel], run) == [direct]
+    return kernel, [direct]
+
+
+def check_call(cuda, kernels, expected, run) -> None:
+    """A whole call, from its third time on without its stages."""
+    from kernels_triton import launch
+
+    run()
+    assert cuda.record(kernels, run) == expected
+    with mock.patch.object(launch, "language", side_effect=AssertionError("stage by stage")):
+        assert cuda.record(kernels, run) == expected
+    assert told_of(cuda, kernels, run) == expected
+
+
+def told_of(cuda, kernels, run) -> list:
+    """Launches by Triton, because a hook is told of each."""
+    from triton import knobs
+
+    told = []
+    knobs.runtime.launch_enter_hook.add(told.append)
+    by_triton = cuda.record(kernels, run)
+    knobs.runtime.launch_enter_hook.remove(told.append)
+    assert [t.get()["name"] for t in told] == [kernel.name for kernel in kernels]
+    return by_triton
 
 
 def first_launch(launcher, run) -> Any:
@@ -100,6 +126,41 @@ def first_launch(launcher, run) -> Any:
     with mock.patch.object(module, "launch_of", wraps=module.launch_of) as made:
         run()
     return made.call_args.args[0]
+
+
+OPTIONAL = ("A_log", "dt_bias", "cu_seqlens", "initial_state", "final_state")
+
+
+def changed(name: str, x: Any) -> list[Any]:
+    """Other values of a field of Args, each different in one thing that a launch may read."""
+    if isinstance(x, torch.Tensor):
+        others = [x.clone()]
+        if name not in ("A_log", "dt_bias", "cu_seqlens"):  # contiguous
+            others.append(x.as_strided(x.shape, [0] * x.dim()))
+        if name in ("g", "beta", "cu_seqlens", "initial_state", "final_state"):
+            others.append(x.view({2: torch.float16, 4: torch.int32, 8: torch.float64}[x.itemsize]))
+        return [None, *others] if name in OPTIONAL else others
+    if isinstance(x, Gate):
+        return [gate for gate in Gate if gate is not x]
+    return [not x] if isinstance(x, bool) else [x / 2]
+
+
+def test_a_call_is_not_made_again_with_other_integers():
+    from kernels_triton.launch import integers
+
+    _, keywords = bind(**make_inputs(CALLS["packed"]), output_final_state=True)
+    args, problem = check.to_problem(**keywords)
+    plan = planner.plan(problem, OFFERS)
+    args, ws = workspace.allocate_outputs(args), workspace.carve(plan, args.q.device)
+    key = integers(args, plan, ws)
+    assert integers(args, plan, ws) == key
+    keys = [key, integers(args, plan, workspace.carve(plan, args.q.device))]
+    keys.append(integers(args, plan._replace(places=1), ws))
+    for name, x in args._asdict().items():
+        if name not in ("final_state_dtype", "state_v_first"):  # for allocation only
+            others = changed(name, x)
+            keys += [integers(args._replace(**{name: y}), plan, ws) for y in others]
+    assert len(set(keys)) == len(keys)
 
 
 if __name__ == "__main__":
