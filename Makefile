@@ -14,12 +14,12 @@ INTERPRETED := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 demo: .venv/ready  ## a real prefill over FILES (default: this repository's documents)
 	$(BIN)/python -m kda $(FILES)
 
-test: .venv/ready  ## everything that needs no GPU, on the newest supported Triton
+test: .venv/ready  ## everything that needs no GPU, on the newest supported Triton and CuTeDSL
 	$(BIN)/python -m pytest -m "not gpu"
 	$(INTERPRETED) $(BIN)/python -m pytest -m "not gpu" tests/test_prefill.py tests/test_stages.py tests/test_segments.py tests/test_inputs.py
 
-test-oldest: .venv-oldest/ready  ## the kernels on the oldest supported Triton
-	$(OLDEST)/python -m pytest -m "not gpu" tests/test_compile.py tests/test_direct.py
+test-oldest: .venv-oldest/ready  ## the kernels on the oldest supported Triton and CuTeDSL
+	$(OLDEST)/python -m pytest -m "not gpu" tests/test_compile.py tests/test_direct.py tests/test_cute_compile.py tests/test_cute_layouts.py tests/test_cute_cache.py
 	$(INTERPRETED) $(OLDEST)/python -m pytest -m "not gpu" tests/test_stages.py
 
 gpu-test:  ## on a Hopper GPU, with the active Python's torch and triton
@@ -43,5 +43,5 @@ clean:
 
 .venv-oldest/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-oldest
-	$(OLDEST)/python -m pip install $(PIP_FLAGS) -c constraints.txt 'triton==3.6.0' 'numpy<2.4' torch pytest
+	$(OLDEST)/python -m pip install $(PIP_FLAGS) -c constraints.txt 'triton==3.6.0' 'nvidia-cutlass-dsl==4.6.2' apache-tvm-ffi 'numpy<2.4' torch pytest
 	touch $@

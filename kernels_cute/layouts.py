@@ -2,6 +2,13 @@
 
 import cutlass.cute as cute
 
+try:
+    from cutlass import memory
+except ImportError:  # before 4.8
+    from cutlass import utils as memory
+
+SmemAllocator = memory.SmemAllocator
+
 C = 64  # tokens a step
 D = 128
 

@@ -7,10 +7,9 @@ A quarter of the next P is loaded while this one is used.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.memory import SmemAllocator
 
 from kernels_cute.interface import OFFSETS_64
-from kernels_cute.layouts import C, D, flat, view
+from kernels_cute.layouts import C, D, SmemAllocator, flat, view
 from kernels_cute.ops import segment_at
 
 F32, I32, I64 = cutlass.Float32, cutlass.Int32, cutlass.Int64

@@ -10,7 +10,6 @@ too small for fp16.
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
-from cutlass.memory import SmemAllocator
 
 from kernels_cute.interface import BETA_FP32, NORMALISE, OFFSETS_64, PREPARE_PROGRAMS_PER_SM
 from kernels_cute.inverse import left_operand, mask, merge, put_others, substitute
@@ -29,6 +28,7 @@ from kernels_cute.layouts import (
     G,
     K,
     Q,
+    SmemAllocator,
     X,
     flat,
     pair_index,

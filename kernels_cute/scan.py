@@ -8,10 +8,9 @@ P, from the identity with v = 0.
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
-from cutlass.memory import SmemAllocator
 
 from kernels_cute.interface import OFFSETS_64
-from kernels_cute.layouts import C, D, flat
+from kernels_cute.layouts import C, D, SmemAllocator, flat
 from kernels_cute.ops import (
     both_ways,
     first_tile,

@@ -107,5 +107,6 @@ def ptxas_notes(ptx: str, folder: Path) -> str:
     """What ptxas says of a kernel: C7510 and C7511 mean that it serialised the products."""
     file = folder / "kernel.ptx"
     file.write_text(ptx)
-    command = [str(TOOLS / "ptxas"), "-arch=sm_90a", "-v", "-o", os.devnull, str(file)]
+    # whatever its name, Triton 3.9 takes it for Hopper; 3.6's other one cannot read CuTeDSL's PTX
+    command = [str(TOOLS / "ptxas-blackwell"), "-arch=sm_90a", "-v", "-o", os.devnull, str(file)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stderr

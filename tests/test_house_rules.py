@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import kernels_cute
+
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("kda", "kernels_triton", "kernels_cute")
 OURS = (*PRODUCT, "tests", "bench")
@@ -139,6 +141,17 @@ def test_the_wheel_holds_the_product_and_nothing_else():
     for package in PRODUCT:
         subfolders = {f.parent for f in sources(package)} - {ROOT / package}
         assert not subfolders, "a subpackage would be missing from the wheel"
+
+
+def test_the_range_of_cutlass_dsl_is_the_one_that_is_installed_and_tested():
+    oldest, before = (
+        ".".join(map(str, v)) for v in (kernels_cute.OLDEST_DSL, kernels_cute.BEFORE_DSL)
+    )
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (dsl, _) = project["optional-dependencies"]["cute"]
+    assert dsl.startswith(f"nvidia-cutlass-dsl>={oldest},<{before};")
+    # with another one the tests of the kernels would be skipped there
+    assert f"'nvidia-cutlass-dsl=={oldest}'" in (ROOT / "Makefile").read_text()
 
 
 def documents() -> list[Path]:
