@@ -36,7 +36,7 @@ def times(case: Case, call: dict[str, Any], provider: Provider, on: torch.device
 def startup(case: Case, backend: str, on: torch.device) -> dict[str, Any]:
     """The first call of two processes in turn, which share compile caches that begin empty."""
     with tempfile.TemporaryDirectory() as caches:
-        names = ("TRITON_CACHE_DIR", "CUTE_DSL_CACHE_DIR")
+        names = ("TRITON_CACHE_DIR", "CUTE_DSL_CACHE_DIR", "KDA_CACHE_DIR")
         environment = os.environ | {name: f"{caches}/{name}" for name in names}
         command = [sys.executable, "-m", "bench.startup", case.name, backend, on.type]
         first, second = (

@@ -68,7 +68,7 @@ class Row(TypedDict, total=False):
     us_plan_new: float
     us_allocate: float
     us_launch: float
-    s_import: float  # importing kda after torch
+    s_import: float  # importing kda after torch, and what the backend needs
     s_first_call: float  # in a process with empty compile caches
     s_first_call_warm: float  # in the next process
 
