@@ -1,5 +1,4 @@
-"""`python -m bench.startup CASE BACKEND DEVICE`: what a first call costs, and before it the imports:
-ours, and the compilers that the backend needs."""
+"""`python -m bench.startup CASE BACKEND DEVICE`: what a first call costs, and before it the imports\nof kda and of the compilers that the backend needs."""
 
 import json
 import sys
