@@ -101,6 +101,7 @@ def launch_steps(
             "WARPS": plan.variant.recurrence_warps,
         },
         num_warps=plan.variant.recurrence_warps,
+        launch_pdl=True,
         enable_fp_fusion=True,
         **options,
     )  # fmt: skip

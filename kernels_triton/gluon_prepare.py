@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from kernels_triton.gluon_layouts import layouts
 from kernels_triton.gluon_ops import D, async_load, async_store
@@ -170,6 +171,7 @@ def prepare_kernel(
     HAS_A_LOG: gl.constexpr,
     HAS_DT_BIAS: gl.constexpr,
 ):  # fmt: skip
+    gdc_launch_dependents()
     L: gl.constexpr = layouts()
     i_h = gl.program_id(0) % HV
     i_tile = gl.program_id(0) // HV

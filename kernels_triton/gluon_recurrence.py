@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels_triton.gluon_ops import D, async_load, async_store
 from kernels_triton.ops import aligned, first_tile, segment_at, sequence_bounds
@@ -27,6 +28,7 @@ def load_steps(
     """The producer warp: what the first products need comes first."""
     SCANNED: gl.constexpr = C * D * 2 * 2 + C * BV * 2 + D * 4
     BYTES: gl.constexpr = SCANNED if SCAN else SCANNED + C * D * 2 + C * C * 2
+    gdc_wait()
     for i in range(steps):
         s = i % STAGES
         mbarrier.wait(empty.index(s), ((i // STAGES) & 1) ^ 1)
@@ -63,6 +65,7 @@ def advance_steps(
     o_k = gl.arange(0, D, gl.SliceLayout(0, ACC_S))
     b_S = gl.zeros([BV, D], gl.float32, ACC_S)
     o_S = o_v[:, None] * D + o_k[None, :]
+    gdc_wait()
     if HAS_INITIAL:
         p_s = i_n.to(gl.int64) * s0_n + i_h.to(gl.int64) * s0_h
         p_s += o_v.to(gl.int64)[:, None] * s0_v + o_k[None, :] * s0_k
@@ -174,6 +177,8 @@ def recurrence_kernel(
     SCAN: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
+    if SCAN:
+        gdc_launch_dependents()
     SPLITS: gl.constexpr = D // BV  # programs of one head beside each other: they share loads in L2
     PARTS: gl.constexpr = 2 * SPLITS if SCAN else SPLITS
     i_v = gl.program_id(0) % SPLITS

@@ -49,7 +49,12 @@ def recurrence(args: Args, plan: Plan, ws: Workspace) -> None:
 
 
 def launch(args: Args, plan: Plan, ws: Workspace) -> None:
-    """The whole call: stage by stage, or as the launches of equal integers were made before."""
+    """The whole call: stage by stage, or as the launches of equal integers were made before.
+
+    A stage lets the next start early (programmatic dependent launch). Each after prepare waits, in
+    every program and before it touches what another stage of the call does, until the one before
+    it is complete: so then are all. Prepare itself starts when the stream's earlier work is done.
+    """
     again = None
     # Reading all integers costs as much as a stage's descriptors: not where nothing comes again.
     if met(args.q.data_ptr(), ws.at.nkd.address):

@@ -6,6 +6,7 @@ in a chain of bf16 products long memory would lose its digits.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels_triton.ops import segment_at
 
@@ -23,13 +24,18 @@ def merge_kernel(
     BV: tl.constexpr,
     STAGES: tl.constexpr,
     PACKED: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
+    if not INTERPRET:
+        gdc_launch_dependents()
     SPLITS: tl.constexpr = D // BV
     i_v = tl.program_id(0) % SPLITS
     i_h = tl.program_id(0) // SPLITS % HV
     _, i_s, place, _, _, length, after = segment_at(
         cu_seqlens, tl.program_id(0) // SPLITS // HV, T, N, segment, C, PACKED, True
     )
+    if not INTERPRET:
+        gdc_wait()  # in programs that leave, too
     if (i_s > 0) | (length < 0) | (after == 0):
         return
     o_v = (i_v * BV + tl.arange(0, BV))[:, None].to(tl.int64)

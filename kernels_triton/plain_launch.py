@@ -81,8 +81,14 @@ def merge(args: Args, plan: Plan, ws: Workspace) -> Again | None:
             regions(ws).states, args.cu_seqlens, args.q.shape[1], plan.N, plan.HV, plan.segment,
             plan.places,
         ),
-        {"BV": MERGE_ROWS, "STAGES": MERGE_STAGES, "PACKED": args.cu_seqlens is not None},
+        {
+            "BV": MERGE_ROWS,
+            "STAGES": MERGE_STAGES,
+            "PACKED": args.cu_seqlens is not None,
+            "INTERPRET": INTERPRET,
+        },
         num_warps=MERGE_WARPS,
+        launch_pdl=True,
     )  # fmt: skip
 
 
@@ -117,5 +123,6 @@ def launch_steps(args: Args, plan: Plan, ws: Workspace, runs: int, *, scan: bool
             "INTERPRET": INTERPRET,
         },
         num_warps=plan.variant.recurrence_warps,
+        launch_pdl=True,
         enable_fp_fusion=True,
     )  # fmt: skip

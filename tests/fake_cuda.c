@@ -7,14 +7,17 @@
 int parameters[8];           // how many, set before the launch; 0 where none is recorded
 int sizes[8][96];            // bytes of each, set before the launch
 char values[8][96][128];     // what was passed
-uint64_t launch[8][9];       // grid, block, shared memory, stream, function
+uint64_t launch[8][10];      // grid, block, shared memory, stream, function, may start early
 int launches = 0;            // since it was set to 0
 int encodings = 0;
 
 CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **params, void **extra) {
-  uint64_t what[9] = {c->gridDimX,  c->gridDimY,       c->gridDimZ,
-                      c->blockDimX, c->blockDimY,      c->blockDimZ,
-                      c->sharedMemBytes, (uint64_t)c->hStream, (uint64_t)f};
+  uint64_t what[10] = {c->gridDimX,  c->gridDimY,       c->gridDimZ,
+                       c->blockDimX, c->blockDimY,      c->blockDimZ,
+                       c->sharedMemBytes, (uint64_t)c->hStream, (uint64_t)f};
+  for (unsigned i = 0; i < c->numAttrs; i++)
+    if (c->attrs[i].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
+      what[9] = c->attrs[i].value.programmaticStreamSerializationAllowed;
   int n = launches++ % 8;
   memcpy(launch[n], what, sizeof what);
   for (int i = 0; i < parameters[n]; i++)

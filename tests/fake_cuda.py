@@ -25,7 +25,7 @@ AT_ONCE, MOST = 8, 96  # launches, parameters
 class Launch(NamedTuple):
     """What one launch passed to the driver."""
 
-    how: tuple[int, ...]  # grid, block, shared memory, stream, function
+    how: tuple[int, ...]  # grid, block, shared memory, stream, function, may start early
     values: tuple[bytes, ...]
 
 
@@ -69,7 +69,7 @@ class FakeCuda:
         self.array("launches").value = 0
         run()
         assert self.count("launches") == len(kernels)
-        how = self.array("launch", ctypes.c_uint64, AT_ONCE, 9)
+        how = self.array("launch", ctypes.c_uint64, AT_ONCE, 10)
         made = []
         for n in range(len(kernels)):
             passed = zip(values[n], sizes[n], range(parameters[n]), strict=False)

@@ -98,3 +98,37 @@ def test_prepare_invalidates_its_barriers_before_their_memory_could_serve_again(
     assert re.findall(r"mbarrier\.inval\S+ \[(\S+)\]", ptx) == made
     last_store = ptx.rindex("cp.async.bulk.tensor.2d.global")
     assert ptx.index("mbarrier.inval") > last_store
+
+
+@pytest.mark.parametrize("call", ["dense", "packed", "dense_segments", "segments"])
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_a_later_stage_waits_before_it_touches_what_an_earlier_one_does(
+    variant, call, force, tmp_path
+):
+    prepare, *later = compile_call(variant, CALLS[call], True, force)
+    found = global_memory(prepare, tmp_path)
+    assert found[0] == "PREEXIT"  # what lets the next stage start
+    assert "ACQBULK" not in found
+    assert not prepare.metadata.launch_pdl  # it starts after all earlier work of the stream
+    offsets = {"LDG"} if "dense" not in call else set()  # nothing else is read before a wait
+    for kernel in later:
+        assert kernel.metadata.launch_pdl
+        found = global_memory(kernel, tmp_path)
+        assert found.count("PREEXIT") == (kernel is not later[-1])
+        before, *roles = " ".join(x for x in found if x != "PREEXIT").split("ACQBULK")
+        assert set(before.split()) <= offsets
+        if "ttg.warp_specialize" in kernel.asm["ttgir"]:
+            # the warp that loads has code of its own, before or after that of the others
+            loads, *roles = sorted(roles, key=lambda role: "UTMALDG" not in role)
+            assert {"UTMALDG"} <= set(loads.split()) <= {"UTMALDG"} | offsets
+            assert "UTMALDG" not in roles[0]
+        assert len(roles) == 1
+        assert "STG" in roles[0]
+
+
+def global_memory(kernel, folder) -> list[str]:
+    """The instructions that touch it, wait for an earlier kernel or let a later one start, in the
+    order of the code."""
+    code = sass(kernel.asm["cubin"], folder).code
+    names = "ACQBULK PREEXIT UTMALDG UTMASTG LDGSTS LDG STG ATOMG RED"
+    return re.findall(rf"\b({'|'.join(names.split())})\b", code)

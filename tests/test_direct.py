@@ -65,6 +65,7 @@ def check_every_stage(folder: Path) -> None:
             if plan.segment or stage in (stages.prepare, stages.recurrence):
                 kernel, made = check_stage(cuda, launcher, partial(stage, args, plan, ws))
                 kernels.append(kernel)
+                assert made[0].how[-1] == (stage is not stages.prepare)
                 expected += made
                 print("checked")
         for launcher in of.values():
@@ -80,7 +81,7 @@ def check_stage(cuda, launcher, run) -> tuple[Any, list]:
 
     kernel = first_launch(launcher, run)
     (direct,) = cuda.record([kernel], run)
-    assert direct.how[-2] == STREAM
+    assert direct.how[7] == STREAM
     encodings = cuda.count("encodings")
     assert cuda.record([kernel], run) == [direct]
     assert cuda.count("encodings") == encodings  # the same integers: nothing is encoded again
