@@ -1,4 +1,5 @@
-"""`python -m bench.startup CASE BACKEND DEVICE`: what a first call costs, and before it the imports\nof kda and of the compilers that the backend needs."""
+"""`python -m bench.startup CASE BACKEND DEVICE`: what a first call costs, and before it the
+imports of kda and of the compilers that the backend needs."""
 
 import json
 import sys
