@@ -64,7 +64,7 @@ def prepare(args: Args, plan: Plan, ws: Workspace) -> Again | None:
 def scan(args: Args, plan: Plan, ws: Workspace) -> Again | None:
     """Stage 2 of a plan with segments: Z and P of each, from the workspace's tiles."""
     # two programs an SM: half the registers, and two stages of the few operands
-    return launch_steps(args, plan, ws, plan.places * 2, scan=True, stages=2, maxnreg=128)
+    return launch_steps(args, plan, ws, plan.scans * 2, scan=True, stages=2, maxnreg=128)
 
 
 def recurrence(args: Args, plan: Plan, ws: Workspace) -> Again | None:

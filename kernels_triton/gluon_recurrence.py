@@ -193,7 +193,7 @@ def recurrence_kernel(
     p_states = states
     if SEGMENTED:
         i_n, i_s, i_place, bos, before, length, after = segment_at(
-            cu_seqlens, i_n, T, N, segment, C, PACKED, SCAN
+            cu_seqlens, i_n, T, N, segment, segment, C, PACKED, 0 if SCAN else 1
         )
         from_initial = (i_s == 0) & (after == 0)
         from_states = i_s > 0

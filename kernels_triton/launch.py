@@ -65,8 +65,10 @@ def launch(args: Args, plan: Plan, ws: Workspace) -> None:
             return
     stages = language(plan.variant.gluon)
     made = [stages.prepare(args, plan, ws)]
-    if plan.segment:
-        made += stages.scan(args, plan, ws), stages.merge(args, plan, ws)
+    if plan.scans:
+        made.append(stages.scan(args, plan, ws))
+    if plan.merges:
+        made.append(stages.merge(args, plan, ws))
     made.append(stages.recurrence(args, plan, ws))
     if again is not None and None not in made:
         again[:] = made

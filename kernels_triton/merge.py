@@ -31,12 +31,16 @@ def merge_kernel(
     SPLITS: tl.constexpr = D // BV
     i_v = tl.program_id(0) % SPLITS
     i_h = tl.program_id(0) // SPLITS % HV
+    i = tl.program_id(0) // SPLITS // HV
+    if not PACKED:
+        i *= (T + segment - 1) // segment
     _, i_s, place, _, _, length, after = segment_at(
-        cu_seqlens, tl.program_id(0) // SPLITS // HV, T, N, segment, C, PACKED, True
+        cu_seqlens, i, T, N, segment, 2 * segment, C, PACKED, 0
     )
+    count = (length + after + segment - 1) // segment
     if not INTERPRET:
         gdc_wait()  # in programs that leave, too
-    if (i_s > 0) | (length < 0) | (after == 0):
+    if (i_s > 0) | (length < 0) | (count < 3):
         return
     o_v = (i_v * BV + tl.arange(0, BV))[:, None].to(tl.int64)
     o_k = tl.arange(0, D)
@@ -44,7 +48,7 @@ def merge_kernel(
     p_rows = states + (place + 1) * stride + i_h * D * D + o_v * D + o_k[None, :]
     p_P = states + (places + place) * stride + i_h * D * D + o_k[:, None] * D + o_k[None, :]
     b_S = tl.load(p_rows)
-    for i in tl.range(1, (length + after + segment - 1) // segment - 1, num_stages=STAGES):
+    for i in tl.range(1, count - 1, num_stages=STAGES):
         b_P = tl.load(p_P + i * stride)
         b_Z = tl.load(p_rows + i * stride)
         b_S = tl.dot(b_S, b_P, b_Z, input_precision="tf32x3")

@@ -82,20 +82,16 @@ def last_from(cu_seqlens, i, T, N, C, EXTRA: tl.constexpr):
 
 @triton.jit
 def segment_at(
-    cu_seqlens, i, T, N, segment, C: tl.constexpr, PACKED: tl.constexpr, PLACES: tl.constexpr
+    cu_seqlens, i, T, N, segment, unit, C: tl.constexpr, PACKED: tl.constexpr, EXTRA: tl.constexpr
 ):
-    """Segment i by the count of all recurrences, or with PLACES by the place of its states
-    (kda/varlen.py): (sequence, number in it, place, the sequence's first token, steps of C tokens
-    before the segment, tokens of the segment, tokens after it). -1 tokens: there is none."""
+    """Segment number i where those of a packed sequence are numbered from bos // unit + n * EXTRA
+    on, those of dense ones all together (kda/varlen.py): (sequence, number in it, place of its
+    state, the sequence's first token, steps of C tokens before the segment, tokens of the segment,
+    tokens after it). -1 tokens: there is none."""
     if PACKED:
-        if PLACES:
-            i_n = tl.minimum(last_from(cu_seqlens, i, T, N, segment // 2, 0), N - 1)
-            bos, length = sequence_bounds(cu_seqlens, i_n, T)
-            i_s = i - bos // (segment // 2)
-        else:
-            i_n = tl.minimum(last_from(cu_seqlens, i, T, N, segment, 1), N - 1)
-            bos, length = sequence_bounds(cu_seqlens, i_n, T)
-            i_s = i - bos // segment - i_n
+        i_n = tl.minimum(last_from(cu_seqlens, i, T, N, unit, EXTRA), N - 1)
+        bos, length = sequence_bounds(cu_seqlens, i_n, T)
+        i_s = i - bos // unit - i_n * EXTRA
         place = bos // (segment // 2) + i_s
     else:
         i_n = i // ((T + segment - 1) // segment)

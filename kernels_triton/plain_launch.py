@@ -70,13 +70,13 @@ def prepare(args: Args, plan: Plan, ws: Workspace) -> Again | None:
 
 def scan(args: Args, plan: Plan, ws: Workspace) -> Again | None:
     """Stage 2 of a plan with segments: Z and P of each, from the workspace's tiles."""
-    return launch_steps(args, plan, ws, plan.places * 2, scan=True)
+    return launch_steps(args, plan, ws, plan.scans * 2, scan=True)
 
 
 def merge(args: Args, plan: Plan, ws: Workspace) -> Again | None:
     """Stage 3 of a plan with segments: the state before each."""
     return launch_merge(
-        (plan.places * plan.HV * HEAD_DIM // MERGE_ROWS, 1, 1),
+        (plan.merges * plan.HV * HEAD_DIM // MERGE_ROWS, 1, 1),
         (
             regions(ws).states, args.cu_seqlens, args.q.shape[1], plan.N, plan.HV, plan.segment,
             plan.places,

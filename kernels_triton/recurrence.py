@@ -91,7 +91,7 @@ def recurrence_kernel(
     after = 0  # tokens
     if SEGMENTED:
         i_n, i_s, i_place, bos, before, length, after = segment_at(
-            cu_seqlens, i_n, T, N, segment, C, PACKED, SCAN
+            cu_seqlens, i_n, T, N, segment, segment, C, PACKED, 0 if SCAN else 1
         )
         p_states = states + i_place.to(tl.int64) * HV * D * D + i_h * D * D
     elif PACKED:

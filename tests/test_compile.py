@@ -16,7 +16,7 @@ from kernels_triton import FEATURES, GLUON_FEATURES, launch
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter replaces the compiler")
 
 VARIANTS = [x for x in SHIPPED if x.backend == "triton"]
-OFFERS = (Offer("triton", FEATURES, None, gluon=GLUON_FEATURES),)
+OFFERS = (Offer("triton", FEATURES, None, gluon=GLUON_FEATURES, sms=132),)
 
 # Between them every feature, dense and packed, all state combinations and dtypes, with and without
 # the optional parameters.
@@ -37,7 +37,7 @@ CALLS = {
     "given_beta": Case("given_beta", (70,), flags=(("use_beta_sigmoid_in_kernel", False),)),
     "segments": Case("segments", (300, 0, 600), flags=(("use_intracard_cp", True),)),
     "dense_segments": Case(
-        "dense_segments", (300, 300), packed=False, state_dtype=None,
+        "dense_segments", (1200, 1200), packed=False, state_dtype=None,
         flags=(("use_intracard_cp", True),),
     ),
 }  # fmt: skip
