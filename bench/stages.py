@@ -46,7 +46,8 @@ def parts(call: dict[str, Any]) -> Parts:
     plan_once = plan()
     ready, ws = allocate()
     kernels = registry.load(plan_once.backend)
-    names = ("prepare", *(("scan", "merge") if plan_once.segment else ()), "recurrence")
+    some = {"scan": plan_once.scans, "merge": plan_once.merges}
+    names = ("prepare", *(name for name, count in some.items() if count), "recurrence")
     stages = {name: partial(getattr(kernels, name), ready, plan_once, ws) for name in names}
     launch = partial(kernels.launch, ready, plan_once, ws)
     return Parts(to_problem, plan, plan_new, allocate, launch, stages)
