@@ -133,7 +133,7 @@ def worth(provider: str, topic: str, case: Case, on_gpu: bool) -> bool:
         if topic == "prefill":
             shown = case.H in (8, 64) or (case.H == 96 and not case.packed)
             return shown and provider == "fla"
-        return case.H == 8 and case.packed
+        return case.H == 8 or case.name in CP_SHOWN
     return True
 
 

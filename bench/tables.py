@@ -82,7 +82,10 @@ def modes(df: pd.DataFrame) -> pd.DataFrame:
     ours = ours.assign(best=ours.ms_graph.fillna(ours.ms))
     times = ours.pivot_table(index=keys, columns="cp", values="best", sort=False)
     times = times.reindex(columns=["auto", "off", "forced"])
-    auto = ours[ours.cp == "auto"].drop_duplicates(keys).set_index(keys).reindex(times.index)
+    auto, off = (
+        ours[ours.cp == mode].drop_duplicates(keys).set_index(keys).reindex(times.index)
+        for mode in ("auto", "off")
+    )
     prepare = 1e3 * auto.ms_prepare
     shown = {
         "runs": engaged(auto.segments),
@@ -91,7 +94,8 @@ def modes(df: pd.DataFrame) -> pd.DataFrame:
         "forced / off": (times.forced / times.off).round(3),
         "predicted": ((prepare + auto.split_us) / (prepare + auto.serial_us)).round(3),
         "x floor": auto.x_floor.round(2),
-        "x fla": auto.x_fla.round(2),
+        "x fla graph": auto.x_fla_graph.round(2),
+        "off x fla graph": off.x_fla_graph.round(2),
         "x fla_cp": auto.x_fla_cp.round(2),
     }
     return tidy(pd.DataFrame(shown).reset_index())
