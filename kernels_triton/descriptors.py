@@ -6,13 +6,13 @@ from dataclasses import MISSING, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from kda.workspace import Address
 from kernels_triton.launcher import NEEDS_TENSORS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
     Sizes = tuple[int, ...]
     Layout = Callable[[Sizes, torch.dtype], Any]
@@ -41,11 +41,8 @@ class Descriptors:
             return d
 
         @lru_cache(maxsize=MOST)
-        def remembered(
-            address: int, dtype: torch.dtype, shape: Sizes, strides: Sizes, step: int, columns: int
-        ) -> Any:
-            x = Address(address, dtype)
-            return fill(x, dtype, *heads_first(shape, strides, step, columns))
+        def remembered(address: int, *sizes: Any) -> Any:
+            return fill(Address(address, torch.bfloat16), torch.bfloat16, *heads_first(*sizes))
 
         self.fill, self.remembered = fill, remembered
 
@@ -55,10 +52,10 @@ class Descriptors:
         return self.fill(x, x.dtype, (count, columns), (columns, 1), (step, columns))
 
     def heads_first(self, x: torch.Tensor, step: int, columns: int) -> Any:
-        """[B, T, H, D] as [B, H, T, D]: the dimensions of size one lead the block."""
+        """[B, T, H, D] bf16 as [B, H, T, D]: the dimensions of size one lead the block."""
         if NEEDS_TENSORS:
             return self.fill(x, x.dtype, *heads_first(x.shape, x.stride(), step, columns))
-        return self.remembered(x.data_ptr(), x.dtype, x.shape, x.stride(), step, columns)
+        return self.remembered(x.data_ptr(), x.shape, x.stride(), step, columns)
 
 
 def heads_first(

@@ -55,9 +55,13 @@ def launch(args: Args, plan: Plan, ws: Workspace) -> None:
     every program and before it touches what another stage of the call does, until the one before
     it is complete: so then are all. Prepare itself starts when the stream's earlier work is done.
     """
-    again = None
-    # Reading all integers costs as much as a stage's descriptors: not where nothing comes again.
-    if met(args.q.data_ptr(), ws.at.nkd.address):
+    again, A_log, state = None, args.A_log, args.final_state
+    # Reading all integers costs as much as a stage's descriptors. So first a few, of an activation,
+    # a layer and a request: a call that is not made again soon reads no more.
+    if met(
+        args.q.data_ptr(), ws.at.nkd.address,
+        A_log is None or A_log.data_ptr(), state is None or state.data_ptr(),
+    ):  # fmt: skip
         again = launches_of(*integers(args, plan, ws))
         if again and not hooked():
             for run in again:
