@@ -1,8 +1,8 @@
 """A whole call as one host function: one conversion of arguments from Python, whatever it launches.
 
-Each stage starts while the one before it ends (programmatic dependent launch): it does what depends
-on no result, and then waits for that stage, and so for all before it. Only prepare waits for
-everything that was launched earlier.
+Merge, and the recurrence in its variant of one program a head, start while the stage before them
+ends (programmatic dependent launch): they do what depends on no result, and then wait for that
+stage, and so for all before it. The others start when everything launched earlier is complete.
 """
 
 import cutlass

@@ -81,7 +81,6 @@ class Scan:
             max_number_threads=(384, 1, 1),  # as in the recurrence
             stream=stream,
             min_blocks_per_mp=1,
-            use_pdl=True,
         )  # fmt: skip
 
     @cute.kernel
@@ -134,7 +133,6 @@ class Scan:
             i_b = I32(0)
             tile_0 = first_tile(cu_seqlens, flags & OFFSETS_64, i_n, T, C) + before
         v_b = cute.domain_offset((bos + before * C, 0), t_v[None, None, i_h, i_b])
-        cute.arch.griddepcontrol_wait()
         if warp_id >= 8:
             cute.arch.setmaxregister_decrease(24)
             if warp_id == 8:

@@ -10,7 +10,7 @@ from kernels_triton.gluon_ops import DESCRIPTORS
 from kernels_triton.gluon_prepare import C, prepare_kernel
 from kernels_triton.gluon_recurrence import recurrence_kernel
 from kernels_triton.launcher import Launcher, strides
-from kernels_triton.plain_launch import merge
+from kernels_triton.plain_launch import early, merge
 
 if TYPE_CHECKING:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -101,7 +101,7 @@ def launch_steps(
             "WARPS": plan.variant.recurrence_warps,
         },
         num_warps=plan.variant.recurrence_warps,
-        launch_pdl=True,
+        launch_pdl=early(plan, scan),
         enable_fp_fusion=True,
         **options,
     )  # fmt: skip

@@ -51,9 +51,9 @@ def recurrence(args: Args, plan: Plan, ws: Workspace) -> None:
 def launch(args: Args, plan: Plan, ws: Workspace) -> None:
     """The whole call: stage by stage, or as the launches of equal integers were made before.
 
-    A stage lets the next start early (programmatic dependent launch). Each after prepare waits, in
-    every program and before it touches what another stage of the call does, until the one before
-    it is complete: so then are all. Prepare itself starts when the stream's earlier work is done.
+    A stage lets the next start early (programmatic dependent launch), where that pays. Each after
+    prepare waits, in every program and before it touches what another stage of the call does, until
+    the one before it is complete: so then are all. Prepare waits for all earlier work.
     """
     again, A_log, state = None, args.A_log, args.final_state
     # Reading all integers costs as much as a stage's descriptors. So first a few, of an activation,

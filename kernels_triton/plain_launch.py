@@ -98,6 +98,12 @@ def recurrence(args: Args, plan: Plan, ws: Workspace) -> Again | None:
     return launch_steps(args, plan, ws, plan.recurrences, scan=False)
 
 
+def early(plan: Plan, scan: bool) -> bool:
+    """Whether the stage may start while the one before it ends. Programs that share a head's loads
+    may not: started as SMs become free they drift apart in time, and read from further away."""
+    return plan.v_splits == 1 and not scan
+
+
 def launch_steps(args: Args, plan: Plan, ws: Workspace, runs: int, *, scan: bool) -> Again | None:
     B, T, _, _ = args.q.shape
     step, v_block = plan.step, plan.variant.v_block
@@ -123,6 +129,6 @@ def launch_steps(args: Args, plan: Plan, ws: Workspace, runs: int, *, scan: bool
             "INTERPRET": INTERPRET,
         },
         num_warps=plan.variant.recurrence_warps,
-        launch_pdl=True,
+        launch_pdl=early(plan, scan),
         enable_fp_fusion=True,
     )  # fmt: skip

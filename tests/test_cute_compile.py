@@ -65,11 +65,11 @@ def test_one_thread_issues_each_copy(machine_code):
     }
 
 
-def test_each_stage_waits_for_the_one_before_it_and_lets_the_next_one_in(machine_code):
-    """SASS calls them ACQBULK and PREEXIT. What comes before the wait reads offsets only."""
+def test_a_stage_that_starts_early_waits_before_it_touches_what_an_earlier_one_does(machine_code):
+    """SASS calls it ACQBULK, and PREEXIT what lets the next stage in."""
     for stage, sass in machine_code:
         before, wait, after = sass.code.partition("ACQBULK")
-        assert bool(wait) == (stage != "prepare")
+        assert bool(wait) == (stage in ("merge", "recurrence"))
         assert ("PREEXIT" in sass.code) == (stage != "recurrence")
         if wait:
             assert not re.search(r"\b(UTMA|ST\.?G|STG|ATOMG|RED|LDG\.E\.\d)", before)
