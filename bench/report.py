@@ -23,7 +23,7 @@ LEGEND = (
     "n: cases. ms: median [20th, 80th percentile] of calls as an application makes them, CUDA "
     "events. graph ms: a call in a replayed CUDA graph, the device alone. floor ms: reading q, k, "
     "v, g and writing o once at the measured copy bandwidth; x floor: graph ms over that, less is "
-    "better. x fla, x fla graph: FLA's time over ours, from the same results file, more is better. "
+    "better. x fla, x fla graph: FLA's time over ours, more is better. "
     "runs: serial, or the number of CP segments. auto, off, forced: use_intracard_cp, graph ms; "
     "predicted: what the planner expects of forced / off. Errors: against fp64, the worst sequence "
     "and head of those judged, relative RMS."

@@ -62,6 +62,7 @@ class Row(TypedDict, total=False):
     ms_merge: float
     ms_recurrence: float
     host_us: float  # wall time of a call that does not wait for the device
+    host_us_best: float  # of the fastest round: others use the host, too
     host_us_frozen: float  # with the garbage collector's old objects frozen
     us_check: float  # parts of a call
     us_plan: float  # of a shape met before

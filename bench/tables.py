@@ -120,6 +120,7 @@ def host(df: pd.DataFrame) -> pd.DataFrame:
         "case": df.case,
         "provider": df.provider,
         "us a call": timed(df[["host_us"]].to_numpy(), df.red, "{:.0f}"),
+        "best": df.host_us_best.round(0),
         "gc frozen": df.host_us_frozen.round(0),
         "checks": df.us_check.round(1),
         "plan": df.us_plan.round(1),
