@@ -61,7 +61,9 @@ AUTO_MIN_LEN = {"cute": 192}
 # Segments (intra-card context parallelism) are chosen by predictions from these.
 SMS = 132  # of the device that they were measured on
 STATES_US = 3.0  # that segments start from states in memory
-IDLE_US = 12.0  # launches of pre-scan and merge that find nothing to split (AGENTS.md)
+# Launches of pre-scan and merge that find nothing to split: 3 to 9 by graph, all of them overlapped
+# (7c3097f); fallback: a little more, as some do not any more.
+IDLE_US = 12.0
 IDLE_PART = 0.1  # fallback: a premium. What they may add where lengths are not known
 SEGMENTS = "bench/results/2026-12-01-h200-segments.json"
 CP = "bench/results/2026-12-01-h200-cp.json"
@@ -81,9 +83,9 @@ PACES = {
     ),
     # a program of cute's scan has rows of Z and of P: one stands for two here
     Variant(4, 128, 4, 8, 3): Paces(
-        Pace(4.0, (1.33,), 0.0224), Pace(10.5, (0.77, 0.77), 0.0036), (5.5, 2.4), CP
+        Pace(4.0, (1.33,), 0.0224), Pace(6.5, (0.77, 0.77), 0.0036), (4.5, 2.4), CP
     ),
     Variant(4, 64, 4, 4, 3): Paces(
-        Pace(4.0, (0.735,), 0.0107, 0.0024), Pace(10.5, (0.77, 0.77), 0.0036), (5.5, 2.4), CP
+        Pace(4.0, (0.735,), 0.0107, 0.0024), Pace(6.5, (0.77, 0.77), 0.0036), (4.5, 2.4), CP
     ),
 }
