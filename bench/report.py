@@ -24,9 +24,11 @@ LEGEND = (
     "events. graph ms: a call in a replayed CUDA graph, the device alone. floor ms: reading q, k, "
     "v, g and writing o once at the measured copy bandwidth; x floor: graph ms over that, less is "
     "better. x fla, x fla graph: FLA's time over ours, more is better. "
+    "off x fla graph: the same with off. "
     "runs: serial, or the number of CP segments. auto, off, forced: use_intracard_cp, graph ms; "
     "predicted: what the planner expects of forced / off. Errors: against fp64, the worst sequence "
-    "and head of those judged, relative RMS."
+    "and head of those judged, relative RMS. Host: best is the fastest round; import s is kda and "
+    "what the backend compiles with."
 )
 
 

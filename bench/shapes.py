@@ -122,7 +122,7 @@ def groups_of(case: Case) -> list[str]:
 
 def worth(provider: str, topic: str, case: Case, on_gpu: bool) -> bool:
     """Whether a provider runs a case unasked: on a GPU PyTorch is slow, and FLA autotunes for about
-    a minute for each new H, dense and packed."""
+    a minute for each new H, dense and packed: in cp, for those of `CP_SHOWN`."""
     if not on_gpu:
         return True
     if provider == "torch":

@@ -46,9 +46,9 @@ def parts(call: dict[str, Any]) -> Parts:
     plan_once = plan()
     ready, ws = allocate()
     kernels = registry.load(plan_once.backend)
-    some = {"scan": plan_once.scans, "merge": plan_once.merges}
-    names = ("prepare", *(name for name, count in some.items() if count), "recurrence")
-    stages = {name: partial(getattr(kernels, name), ready, plan_once, ws) for name in names}
+    stages = {
+        name: partial(getattr(kernels, name), ready, plan_once, ws) for name in plan_once.stages
+    }
     launch = partial(kernels.launch, ready, plan_once, ws)
     return Parts(to_problem, plan, plan_new, allocate, launch, stages)
 

@@ -36,8 +36,8 @@ def protocol(rotate: bool) -> str:
         "CUDA events without a sync between calls (CPU: perf_counter): median, 20th and 80th "
         f"percentile; ms_graph and stages: {GRAPH_CALLS} calls in one CUDA graph, per call, of as "
         f"many replays; host times: perf_counter over {HOST_CALLS} calls without a sync, per call, "
-        f"median of {HOST_ROUNDS} rounds ({HOST_ROUNDS_ALONE} in host, host_us_best the fastest), "
-        "garbage collector on and (host_us_frozen) gc.freeze() "
+        f"median of {HOST_ROUNDS} rounds (in the topic host, host_us of {HOST_ROUNDS_ALONE}, and "
+        "host_us_best the fastest), garbage collector on and (host_us_frozen) gc.freeze() "
         f"before; {l2}; outputs allocated in the call"
     )
 

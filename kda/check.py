@@ -19,7 +19,10 @@ from kda.rules import BF16, BF16_OR_FP32, FP32
 
 CPU = torch.device("cpu")
 
-INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "initial_state")
+INPUTS = (
+    *("q", "k", "v", "g", "beta", "A_log", "dt_bias"),
+    *("cu_seqlens", "cu_seqlens_cpu", "initial_state"),
+)
 
 
 def to_problem(
@@ -68,7 +71,7 @@ def to_problem(
     if out is not None:
         rules.tensor("out", out, BF16, device, v.shape, "[B, T, HV, 128] as v")
         rules.aligned("out", out)
-    inputs = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, initial_state)
+    inputs = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, cu_seqlens_cpu, initial_state)
     writes_apart(inputs, final_state, out)
 
     if not state_v_first:
@@ -228,7 +231,7 @@ def writes_apart(
     """Neither buffer shares memory with an input, the other or itself, except that final_state may
     be the very view that initial_state is."""
     for name, x in (("final_state", final_state), ("out", out)):
-        if x is None:
+        if x is None or x.device.type == "meta":
             continue
         if x.is_inference() and not torch.is_inference_mode_enabled():
             raise ValueError(f"{name} must not be an inference tensor outside inference mode")

@@ -144,7 +144,7 @@ class Plan(NamedTuple):
     segments: int  # of the longest sequence, 1 = serial; an upper bound without host-known lengths
     places: int  # for the states of segments, per value head; 0 = serial
     scans: int  # segments looked at by the pre-scan, per value head; 0 = serial
-    merges: int  # sequences looked at by the merge, per value head; 0: none has three segments
+    merges: int  # sequences looked at by the merge, per value head; 0: none can have three segments
     recurrences: int  # per value head: N, or with segments no fewer than all of them
     critical_steps: int  # one after the other: max_steps, or pre-scan, merge and a recurrence
     serial_us: float  # predicted after prepare, of whole sequences; 0: not predicted
@@ -160,6 +160,12 @@ class Plan(NamedTuple):
     def v_splits(self) -> int:
         """Recurrence programs that share one head's value rows."""
         return self.variant.v_splits
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """What is launched, in turn."""
+        between = ["scan"] * (self.scans > 0) + ["merge"] * (self.merges > 0)
+        return ("prepare", *between, "recurrence")
 
 
 class Args(NamedTuple):

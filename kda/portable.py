@@ -25,8 +25,8 @@ SLAB = 1 << 13  # workspace rows (tokens x value heads) prepared at a time: 4 MB
 
 
 def available(device: Device) -> str | None:
-    """Runs on every device."""
-    return None
+    """Why this backend cannot run on `device`, or None: anywhere but where there are no values."""
+    return "meta tensors hold no values" if device.type == "meta" else None
 
 
 class Spans(NamedTuple):
@@ -57,7 +57,8 @@ def log_decay(args: Args, g: Tensor) -> Tensor:
     """E2, nats a token, of g [..., HV, K] fp32."""
     if args.gate in (Gate.BOUNDED, Gate.SOFTPLUS):
         x = g if args.dt_bias is None else g + args.dt_bias
-        rate = 1.0 if args.A_log is None else args.A_log.exp()[:, None]
+        # finite, so that times zero it is zero
+        rate = 1.0 if args.A_log is None else args.A_log.exp().clamp(max=1e30)[:, None]
         if args.gate is Gate.BOUNDED:
             return args.lower_bound * torch.sigmoid(rate * x)
         g = -rate * softplus(x)

@@ -189,7 +189,12 @@ def workspace_size(
         backend: as in `prefill`.
     """
     for name, n in {"T": T, "HV": HV, "B": B, "N": B if N is None else N}.items():
-        if type(n) is not int or n < (name != "T"):
-            raise ValueError(f"{name} must be a positive int (T may be 0), got {n!r}")
+        least = 0 if name == "T" else 1
+        if type(n) is not int:
+            raise TypeError(f"{name} must be an int, got {n!r} ({type(n).__name__})")
+        if n < least:
+            raise ValueError(f"{name} must be at least {least}, got {n}")
+    if N is not None and B != 1:
+        raise ValueError(f"B must be 1 with N (packed along T), got {B}")
     problem = Problem(B, T, HV, HV, N or B, N is not None, None, frozenset())
     return planner.most_workspace(problem, registry.offers(backend, device.default()))

@@ -85,8 +85,8 @@ def scale(x: Any) -> float:
 
 def lower_bound(x: Any) -> float | None:
     value = None if x is None else number("lower_bound", x)
-    if value is not None and not MIN_LOWER_BOUND <= value < 0:
-        raise ValueError(f"lower_bound must be in [{MIN_LOWER_BOUND}, 0), got {value}")
+    if value is not None and not MIN_LOWER_BOUND <= value <= -FP32_TINY:
+        raise ValueError(f"lower_bound must be in [{MIN_LOWER_BOUND}, 0) in fp32, got {value}")
     return value
 
 
@@ -118,9 +118,15 @@ def tensor(
     if x.device != device:
         came = f"{x.device}{hint('device', name)}"
         raise ValueError(f"{name} must be on {device}, got {came}")
-    got = x.shape
+    try:
+        got, address = x.shape, x.data_ptr()
+    except RuntimeError as e:
+        raise ValueError(f"{name} must be a plain strided tensor, got one without: {e}") from e
     if shape is not None and got != shape:
         wrong_shape(name, got, form, shape)
+    if not address and x.numel() and x.device.type != "meta":
+        why = "freed, or held by a wrapper such as DTensor, whose to_local() has it"
+        raise ValueError(f"{name} must have memory, got a {type(x).__name__} without: {why}")
     return got
 
 

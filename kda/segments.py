@@ -64,8 +64,9 @@ def split(lengths: Sequence[int], segment: int, HV: int, variant: Variant, sms: 
     scanned = launched - len(counts) * own  # the first has no P
     paces = tuning.PACES[variant]
     us = stage_us(paces.scan, steps, launched, launched, scanned * steps, sms)
-    start, product = paces.merge
-    us += start + product * (counts[0] - 2)
+    if counts[0] > 2:
+        start, product = paces.merge
+        us += start + product * (counts[0] - 2)
     near, programs = segments + nearly(whole, segment), segments + len(whole)
     total = sum(lengths) // variant.step * own
     us += stage_us(paces.recurrence, steps, near * own, programs * own, total, sms)
@@ -75,7 +76,7 @@ def split(lengths: Sequence[int], segment: int, HV: int, variant: Variant, sms: 
 def least_us(variant: Variant) -> float:
     """What no split is predicted to be faster than, however short its segments."""
     paces = tuning.PACES[variant]
-    return paces.scan.start + paces.merge[0] + tuning.STATES_US + paces.recurrence.start
+    return paces.scan.start + tuning.STATES_US + paces.recurrence.start
 
 
 def counts_to_try(problem: Problem, longest: int, variant: Variant, sms: int) -> list[int]:
@@ -104,7 +105,7 @@ def precaution(
 ) -> Split | None:
     """Where only the device knows the lengths, and a split of equal ones, which take `before` us,
     does not pay: segments that only a sequence longer than those has several of. If all are alike
-    they cost two idle launches, and what `variant` is slower by; None if that is dear."""
+    they cost one or two idle launches, and what `variant` is slower by; None if that is dear."""
     T = problem.T
     most = sms // (problem.HV * variant.v_splits)
     if problem.seq_lens is not None or most < 2:

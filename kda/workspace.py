@@ -143,12 +143,10 @@ def allocate_outputs(args: Args) -> Args:
         )
     if state is None and args.final_state_dtype is not None:
         N = B if args.cu_seqlens is None else args.cu_seqlens.numel() - 1
-        strides = HV * D * D, D * D, D, 1
+        rows = (D, 1) if args.state_v_first else (1, D)
         state = torch.empty_strided(
-            (N, HV, D, D), strides, dtype=args.final_state_dtype, device=v.device
+            (N, HV, D, D), (HV * D * D, D * D, *rows), dtype=args.final_state_dtype, device=v.device
         )
-        if not args.state_v_first:
-            state = state.mT
     return Args(*args[:-2], state, out)  # half of what _replace costs
 
 

@@ -10,7 +10,7 @@ FEATURES = frozenset(
     {Feature.GATE_BOUNDED, Feature.GROUPED_VALUES, Feature.PACKED, Feature.SEGMENTS}
 )
 
-OLDEST_DSL, BEFORE_DSL = (4, 6, 2), (4, 9)  # the versions whose machine code the tests have read
+OLDEST_DSL, BEFORE_DSL = (4, 6, 2), (4, 9)  # machine code read at both ends, and between once
 PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
 
 

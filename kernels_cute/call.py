@@ -14,7 +14,7 @@ from kernels_cute.interface import (
     PREPARE_PROGRAMS_PER_SM,
     RECURRENCE,
     SCAN,
-    SCAN_STAGES,
+    VARIANTS,
 )
 from kernels_cute.merge import Merge
 from kernels_cute.prepare import Prepare
@@ -25,9 +25,9 @@ F32, I32, I64 = cutlass.Float32, cutlass.Int32, cutlass.Int64
 
 
 class Call:
-    def __init__(self, variants):
-        self.prepare, self.scan, self.merge = Prepare(), Scan(SCAN_STAGES), Merge()
-        self.recurrences = [Recurrence(Config(*variant)) for variant in variants]
+    def __init__(self):
+        self.prepare, self.scan, self.merge = Prepare(), Scan(), Merge()
+        self.recurrences = [Recurrence(Config(*variant)) for variant in VARIANTS]
 
     @cute.jit
     def __call__(

@@ -1,7 +1,7 @@
 """Compiled kernels, once per machine: in this process, then on disk, then by the compiler.
 
-Nothing here takes tensors: a kernel is compiled from a stage's name and its static numbers, so it
-can be made ahead and without a GPU. An object's name is a hash of all that decides its content;
+Nothing here takes tensors: kernels are compiled from numbers in the sources, so they can be made
+ahead and without a GPU. An object's name is a hash of all that decides its content;
 files are made complete under another name and then renamed, so that a reader sees all or nothing.
 """
 
@@ -61,9 +61,9 @@ def origin() -> tuple[str, ...]:
     return sources(), *versions, platform.machine(), ARCH
 
 
-def object_path(stage: str, config: tuple[Any, ...]) -> Path:
-    key = hashlib.sha256(f"{origin()}\0{stage}\0{tuple(config)}".encode()).hexdigest()[:24]
-    return folder() / f"{stage}-{key}.o"
+def object_path(name: str) -> Path:
+    key = hashlib.sha256(f"{origin()}\0{name}".encode()).hexdigest()[:24]
+    return folder() / f"{name}-{key}.o"
 
 
 @contextlib.contextmanager
@@ -101,12 +101,12 @@ def export(kernel: Any, path: Path) -> None:
         Path(name).unlink(missing_ok=True)
 
 
-@lru_cache(maxsize=64)
-def kernel(stage: str, config: tuple[Any, ...], build: Callable[[Any], Any]) -> Callable[..., None]:
-    """The compiled `stage` for `config`; `build` makes it where no cache has it."""
+@lru_cache(maxsize=1)
+def kernel(name: str, build: Callable[[], Any]) -> Callable[..., None]:
+    """What is compiled as `name`; `build` makes it where no cache has it."""
     with COMPILING, contextlib.ExitStack() as held:
         try:
-            path = object_path(stage, config)
+            path = object_path(name)
             path.parent.mkdir(parents=True, exist_ok=True)
             if (found := stored(path)) is not None:
                 return found
@@ -115,8 +115,8 @@ def kernel(stage: str, config: tuple[Any, ...], build: Callable[[Any], Any]) -> 
                 return found
         except (OSError, RuntimeError) as e:  # RuntimeError: the user has no home directory
             log.warning("no cache of compiled kernels: %s", e)
-            return build(config)
-        made = build(config)
+            return build()
+        made = build()
         if sources() != origin()[0]:  # edited while this process ran: `path` names other ones
             return made
         try:
@@ -127,6 +127,6 @@ def kernel(stage: str, config: tuple[Any, ...], build: Callable[[Any], Any]) -> 
         return stored(path) or made
 
 
-def hold(stage: str, config: tuple[Any, ...]) -> bool:
+def hold(name: str) -> bool:
     """Whether another process would find it."""
-    return object_path(stage, config).exists()
+    return object_path(name).exists()

@@ -39,27 +39,30 @@ RECURRENCES = {variant: RECURRENCE << i for i, variant in enumerate(VARIANTS)}
 NO_STRIDES = (0, 0, 0, 0)
 
 
-def build(variants: tuple[tuple[int, int], ...]) -> Any:
+def build() -> Any:
     """Compiles a whole call; its signature says what the arguments are."""
     from cutlass import cute
     from cutlass.cute.runtime import make_fake_stream
 
     from kernels_cute.call import Call
 
-    call = Call(variants)
+    call = Call()
     *types, _ = [p.annotation for p in inspect.signature(call.__call__).parameters.values()]
     return cute.compile(call, *[of(1) for of in types], make_fake_stream(), options=OPTIONS)
 
 
 def compiled() -> Callable[..., None]:
-    return compile_cache.kernel("call", VARIANTS, build)
+    return compile_cache.kernel("call", build)
 
 
 def warmup() -> None:
     """Compiles what plans launch into the cache; needs no GPU."""
-    compiled()
-    if not compile_cache.hold("call", VARIANTS):
+    try:
         where = compile_cache.folder()
+    except RuntimeError as e:
+        raise OSError(f"there is no place for compiled kernels ({e}); see KDA_CACHE_DIR") from e
+    compiled()
+    if not compile_cache.hold("call"):
         raise OSError(f"compiled kernels could not be stored in {where}; see KDA_CACHE_DIR")
 
 

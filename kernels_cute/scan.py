@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
-from kernels_cute.interface import OFFSETS_64
+from kernels_cute.interface import OFFSETS_64, SCAN_STAGES
 from kernels_cute.layouts import C, D, SmemAllocator, flat
 from kernels_cute.ops import (
     both_ways,
@@ -39,9 +39,6 @@ STAGE_BYTES = 2 * (2 * C * D + C * ROWS) + 4 * D
 
 
 class Scan:
-    def __init__(self, stages: int):
-        self.stages = stages
-
     @cute.jit
     def __call__(
         self,
@@ -59,8 +56,8 @@ class Scan:
         places: I32, scans: I32,  # of states, and programs' segments, per head
         stream,
     ):  # fmt: skip
-        tile, tile_t = both_ways(C, D, self.stages)
-        vtile, vtile_t = both_ways(C, ROWS, self.stages)
+        tile, tile_t = both_ways(C, D, SCAN_STAGES)
+        vtile, vtile_t = both_ways(C, ROWS, SCAN_STAGES)
         load = cpasync.CopyBulkTensorTileG2SOp()
 
         a_w, t_w = moved(load, rows(BF16, operands, tiles * HV * (3 * C), D), tile, (C, D))
@@ -95,7 +92,7 @@ class Scan:
         tile: cute.ComposedLayout, tile_t: cute.ComposedLayout,
         vtile: cute.ComposedLayout, vtile_t: cute.ComposedLayout,
     ):  # fmt: skip
-        stages = self.stages
+        stages = SCAN_STAGES
         tidx, _, _ = cute.arch.thread_idx()
         program, _, _ = cute.arch.block_idx()
         warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -183,7 +180,7 @@ class Scan:
             cute.copy(a_w, w_g[None, 2 * region + row, 0], kr_s[None, stage], tma_bar_ptr=bar)
             row += HV
             stage += 1
-            if stage == self.stages:
+            if stage == SCAN_STAGES:
                 stage = I32(0)
                 phase ^= 1
 
@@ -199,7 +196,7 @@ class Scan:
         i_v: I32, group: I32, tid: I32,
     ):  # fmt: skip
         """A consumer warpgroup, of Z (group 0) or of P."""
-        stages = self.stages
+        stages = SCAN_STAGES
         mma_x.set(warpgroup.Field.ACCUMULATE, True)
         mma_s.set(warpgroup.Field.ACCUMULATE, True)
         b_kd = mma_x.make_fragment_B(mma_x.get_slice(tid).partition_B(s_kd))

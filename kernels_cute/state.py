@@ -126,17 +126,15 @@ def update(
 
 
 @cute.jit
-def hand(bar: cute.Pointer):
-    """Make this warp's o visible to the copy engine and tell the moving warp."""
-    cute.arch.fence_proxy("async.shared", space="cta")
+def release(bar: cute.Pointer):
+    """Tell the moving warp that this one has read a stage, all lanes of it."""
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(bar)
 
 
 @cute.jit
-def release(bar: cute.Pointer):
-    """Tell the moving warp that this one has read a stage, all lanes of it."""
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(bar)
+def hand(bar: cute.Pointer):
+    """Make this warp's o visible to the copy engine and tell the moving warp."""
+    cute.arch.fence_proxy("async.shared", space="cta")
+    release(bar)

@@ -64,6 +64,7 @@ def launch_of(compiled: Any, device: int, constants: tuple[Any, ...]) -> Launch:
         def again() -> None:
             c_launch(*grid, current_stream(device), *further)
 
+        again.kernel = compiled  # its module goes with it
         again()
         return again
 

@@ -10,7 +10,7 @@ from kernels_triton.gluon_ops import DESCRIPTORS
 from kernels_triton.gluon_prepare import C, prepare_kernel
 from kernels_triton.gluon_recurrence import recurrence_kernel
 from kernels_triton.launcher import Launcher, strides
-from kernels_triton.plain_launch import early, merge
+from kernels_triton.plain_launch import merge
 
 if TYPE_CHECKING:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -28,7 +28,8 @@ launch_recurrence = Launcher(recurrence_kernel, settled="operands m gamma v o ou
 
 @lru_cache(maxsize=256)
 def of_tiles(at: Addresses, count: int, step: int) -> tuple[TensorDescriptor, ...]:
-    """nkd, qd and kr, which adjoin, in one descriptor; m; gamma."""
+    """nkd, qd and kr, which adjoin, in one descriptor; m; gamma. Remembered by the identity of
+    `at`, which `kda.workspace` remembers, too."""
     operands = rows(at.nkd, 3 * count, step, HEAD_DIM)
     return operands, rows(at.m, count, step, step), rows(at.gamma, count // step, 1, HEAD_DIM)
 
@@ -101,7 +102,8 @@ def launch_steps(
             "WARPS": plan.variant.recurrence_warps,
         },
         num_warps=plan.variant.recurrence_warps,
-        launch_pdl=early(plan, scan),
+        # Programs that share a head's loads drift apart in time if they start as SMs get free.
+        launch_pdl=plan.v_splits == 1 and not scan,
         enable_fp_fusion=True,
         **options,
     )  # fmt: skip

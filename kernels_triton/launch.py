@@ -68,14 +68,12 @@ def launch(args: Args, plan: Plan, ws: Workspace) -> None:
                 run()
             return
     stages = language(plan.variant.gluon)
-    made = [stages.prepare(args, plan, ws)]
-    if plan.scans:
-        made.append(stages.scan(args, plan, ws))
-    if plan.merges:
-        made.append(stages.merge(args, plan, ws))
-    made.append(stages.recurrence(args, plan, ws))
+    made = [getattr(stages, name)(args, plan, ws) for name in plan.stages]
     if again is not None and None not in made:
         again[:] = made
+
+
+MET: set[tuple[int, ...]] = set()
 
 
 def met(*addresses: int) -> bool:
@@ -86,9 +84,6 @@ def met(*addresses: int) -> bool:
         MET.clear()
     MET.add(addresses)
     return False
-
-
-MET: set[tuple[int, ...]] = set()
 
 
 @lru_cache(maxsize=256)

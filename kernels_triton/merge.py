@@ -40,7 +40,7 @@ def merge_kernel(
     count = (length + after + segment - 1) // segment
     if not INTERPRET:
         gdc_wait()  # in programs that leave, too
-    if (i_s > 0) | (length < 0) | (count < 3):
+    if (i_s != 0) | (count < 3):
         return
     o_v = (i_v * BV + tl.arange(0, BV))[:, None].to(tl.int64)
     o_k = tl.arange(0, D)

@@ -33,11 +33,11 @@ def regions(ws: Workspace) -> Addresses | Views:
 
 
 def of_tiles(at: Addresses | Views, count: int, step: int) -> list[TensorDescriptor]:
-    """nkd, qd, kr and m."""
+    """nkd, qd, kr and m. Remembered by the identity of `at`, which `kda.workspace` keeps, too."""
     return [*[rows(x, count, step, HEAD_DIM) for x in at[:3]], rows(at.m, count, step, step)]
 
 
-if not NEEDS_TENSORS:
+if not NEEDS_TENSORS:  # views would keep their workspace
     of_tiles = lru_cache(maxsize=256)(of_tiles)
 
 
@@ -89,6 +89,7 @@ def merge(args: Args, plan: Plan, ws: Workspace) -> Again | None:
         },
         num_warps=MERGE_WARPS,
         launch_pdl=True,
+        enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -96,12 +97,6 @@ def recurrence(args: Args, plan: Plan, ws: Workspace) -> Again | None:
     """The last stage: the state over the steps of each sequence, or of each segment from the state
     before it; writes `out` and `final_state`."""
     return launch_steps(args, plan, ws, plan.recurrences, scan=False)
-
-
-def early(plan: Plan, scan: bool) -> bool:
-    """Whether the stage may start while the one before it ends. Programs that share a head's loads
-    may not: started as SMs become free they drift apart in time, and read from further away."""
-    return plan.v_splits == 1 and not scan
 
 
 def launch_steps(args: Args, plan: Plan, ws: Workspace, runs: int, *, scan: bool) -> Again | None:
@@ -129,6 +124,5 @@ def launch_steps(args: Args, plan: Plan, ws: Workspace, runs: int, *, scan: bool
             "INTERPRET": INTERPRET,
         },
         num_warps=plan.variant.recurrence_warps,
-        launch_pdl=early(plan, scan),
         enable_fp_fusion=True,
     )  # fmt: skip

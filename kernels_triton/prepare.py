@@ -6,7 +6,6 @@ the compiler spills them (measured: 32 tokens a step 1.5 times, 64 six times slo
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from kernels_triton.ops import (
     aligned,
@@ -159,8 +158,6 @@ def prepare_kernel(
     BETA_SCALE: tl.constexpr,  # of the sigmoid: 1, or 2 for negative eigenvalues; 0: beta given
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    if not INTERPRET:
-        gdc_launch_dependents()
     i_h = tl.program_id(0) % HV
     i_tile = tl.program_id(0) // HV
     o_c = tl.arange(0, C)

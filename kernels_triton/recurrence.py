@@ -10,7 +10,7 @@ split sequences, because SEGMENTED programs may overwrite them in place.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from kernels_triton.ops import aligned, dot, first_tile, segment_at, sequence_bounds
 
@@ -93,21 +93,18 @@ def recurrence_kernel(
         i_n, i_s, i_place, bos, before, length, after = segment_at(
             cu_seqlens, i_n, T, N, segment, segment, C, PACKED, 0 if SCAN else 1
         )
-        p_states = states + i_place.to(tl.int64) * HV * D * D + i_h * D * D
-    elif PACKED:
-        bos, length = sequence_bounds(cu_seqlens, i_n, T)
-    else:
-        bos = 0
-        length = T
-    if not INTERPRET:
-        gdc_wait()  # in programs that leave, too
-    if SEGMENTED:
         if length < 0:
             return
         if SCAN:  # noqa: SIM102
             # the last needs neither Z nor P; the Z of the first starts from the initial state
             if (after == 0) | (of_P & (i_s == 0)):
                 return
+        p_states = states + i_place.to(tl.int64) * HV * D * D + i_h * D * D
+    elif PACKED:
+        bos, length = sequence_bounds(cu_seqlens, i_n, T)
+    else:
+        bos = 0
+        length = T
     if PACKED:
         i_b = 0
         i_tile = first_tile(cu_seqlens, i_n, T, C) + before

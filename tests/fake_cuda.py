@@ -18,7 +18,6 @@ from triton.runtime.driver import driver
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-STREAM = 7
 AT_ONCE, MOST = 8, 96  # launches, parameters
 
 
@@ -44,7 +43,8 @@ class FakeCuda:
 
         active = CudaDriver()
         active.get_current_device = torch.cuda.current_device = lambda: 0
-        active.get_current_stream = lambda device: STREAM
+        self.stream = 7
+        active.get_current_stream = lambda device: self.stream
         active.get_current_target = lambda: GPUTarget("cuda", 90, 32)
         driver.set_active(active)
 

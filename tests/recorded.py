@@ -66,13 +66,20 @@ def rows() -> list[dict]:
     found.append(row("cp", name, "triton", 1.5, **at | {"cp": "off"}))
     found.append(row("cp", name, "triton", 0.4, **at | {"cp": "forced"}, segments=16))
     found.append(row("cp", name, "cute", 0.2, **at, auto="triton"))
+    found.append(row("cp", name, "fla", 3.0, **at, segments=1))
     found.append(row("cp", name, "fla_cp", 2.0, **at, segments=8, **uncaptured))
     for gate, decay in (("usual", 3.2), ("weak", 0.01)):
         for cosine in (0.0, 0.9):
             at = {"gate": gate, "decay": decay, "cosine": cosine, "initial_state": True}
             for provider in ("triton", "fla"):
                 found.append(row("accuracy", f"{gate}-cos{cosine}", provider, **at))
-    host = {"host_us_frozen": 90.0, "us_check": 10.0, "us_plan": 1.0, "s_first_call": 5.0}
+    host = {
+        "host_us_best": 80.0,
+        "host_us_frozen": 90.0,
+        "us_check": 10.0,
+        "us_plan": 1.0,
+        "s_first_call": 5.0,
+    }
     found.append(row("host", "H8-T512", "triton", host_us=100.0, **host))
     return found
 

@@ -31,7 +31,12 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def bench(monkeypatch, tmp_path):
     """Runs the CLI on one thread; returns its exit status, and meta and rows of its file."""
-    for name, value in (("REPEATS", 2), ("FEWEST", 2), ("HOST_ROUNDS", 1)):
+    for name, value in (
+        ("REPEATS", 2),
+        ("FEWEST", 2),
+        ("HOST_ROUNDS", 1),
+        ("HOST_ROUNDS_ALONE", 2),
+    ):
         monkeypatch.setattr(timing, name, value)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

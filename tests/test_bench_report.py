@@ -125,7 +125,7 @@ def test_markdown_is_one_line_a_row():
     lines = tables.markdown(table("Host")).splitlines()
     assert len(lines) == 3
     assert lines[1].startswith("| --- | --- |")
-    assert lines[2].startswith("| H8-T512 | triton | 100 | 90 |")
+    assert lines[2].startswith("| H8-T512 | triton | 100 | 80 | 90 |")
 
 
 def test_a_planted_regression_is_found(file, tmp_path, capsys):

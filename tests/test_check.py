@@ -76,6 +76,13 @@ def shifted(x: torch.Tensor, elements: int) -> torch.Tensor:
     return torch.zeros(x.numel() + elements, dtype=x.dtype)[elements:].view(x.shape)
 
 
+def freed(x: torch.Tensor) -> torch.Tensor:
+    """As FSDP leaves parameters between uses: a shape without memory."""
+    x = x.clone()
+    x.untyped_storage().resize_(0)
+    return x
+
+
 def padded_rows(x: torch.Tensor, elements: int) -> torch.Tensor:
     """A [B, T, heads, 128] view whose heads are `elements` further apart than 128."""
     return torch.zeros((*x.shape[:3], 128 + elements), dtype=x.dtype)[..., :128]
@@ -120,6 +127,13 @@ WRONG_VALUES = {
     ),
     "offsets_float": ({"cu_seqlens": torch.tensor([0.0, T])}, ["cu_seqlens", "torch.float32"]),
     # devices and layouts
+    "A_log_freed": ({"A_log": freed(base["A_log"])}, ["A_log", "must have memory", "to_local"]),
+    "q_freed": ({"q": freed(q)}, ["q", "must have memory", "Tensor"]),
+    "state_freed": ({"initial_state": freed(state)}, ["initial_state", "must have memory"]),
+    "q_nested": (
+        {"q": torch.nested.nested_tensor([zeros(3, H, 128)])},
+        ["q", "plain strided tensor", "ested"],
+    ),
     "k_elsewhere": ({"k": q.to("meta")}, ["k", "cpu", "meta"]),
     "offsets_elsewhere": (
         {"cu_seqlens": base["cu_seqlens"].to("meta")},
@@ -229,7 +243,7 @@ WRONG_VALUES = {
     ),
     **{
         f"lower_bound_{x}": ({"lower_bound": x}, ["lower_bound", "[-5.0, 0)", str(float(x))])
-        for x in (0, -0.0, 1.0, -5.000001, -6, float("nan"), float("-inf"))
+        for x in (0, -0.0, 1.0, -5.000001, -6, -1e-39, float("nan"), float("-inf"))
     },
     **{
         f"scale_{x}": ({"scale": x}, ["scale", "finite", str(float(x))])
@@ -261,6 +275,13 @@ WRONG_VALUES = {
         ["cu_seqlens_cpu", "equal", "[0, 17, 17, 48]"],
     ),
     # memory
+    "final_over_host_offsets": (
+        {
+            "final_state": (x := zeros(N, HV, 128, 128, dtype=FP32)),
+            "cu_seqlens_cpu": x.view(-1)[: N + 1].view(torch.int32).copy_(base["cu_seqlens"]),
+        },
+        ["final_state", "overlap cu_seqlens_cpu"],
+    ),
     "out_is_v": ({"v": v, "out": v}, ["out", "overlap v"]),
     "out_is_g_seen_as_bf16": (
         {"g": g, "out": g.view(BF16)[..., :128]},

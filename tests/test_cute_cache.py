@@ -8,11 +8,15 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+import torch
+from cases import Case, make_inputs
 from conftest import INTERPRETED
 
 import kda
 import kernels_cute
-from kda import registry
+from kda import check, planner, registry, workspace
+from kda.contract import Offer
+from kda.prefill import bind
 from kernels_cute import compile_cache, launch
 
 why = kernels_cute.compiler_missing()
@@ -26,7 +30,7 @@ TAKE = """
 from kernels_cute import launch
 built = []
 build = launch.build
-launch.build = lambda variants: built.append(variants) or build(variants)
+launch.build = lambda: built.append(1) or build()
 assert callable(launch.compiled())
 print(len(built))
 """
@@ -71,13 +75,13 @@ def test_eight_cold_processes_compile_once_and_a_warm_one_never(cache):
 
 @compiles
 def test_a_cached_object_that_does_not_load_is_compiled_again(cache, caplog):
-    path = compile_cache.object_path("broken", ())
+    path = compile_cache.object_path("broken")
     path.parent.mkdir(parents=True)
     for junk in (b"", b"junk" * 1000):
         path.write_bytes(junk)
         compile_cache.kernel.cache_clear()
         made = Made()
-        assert compile_cache.kernel("broken", (), lambda config, made=made: made) is made
+        assert compile_cache.kernel("broken", lambda made=made: made) is made
         assert path.read_text() == compile_cache.FUNCTION
     assert "compiled again" in caplog.text
 
@@ -89,7 +93,7 @@ def test_a_cache_that_cannot_be_written_costs_a_warning_and_no_kernel(
     monkeypatch.setenv("KDA_CACHE_DIR", str(tmp_path / "file" / "below"))
     made = Made()
     with caplog.at_level(logging.WARNING, logger="kda"):
-        assert compile_cache.kernel("stage", (), lambda config: made) is made
+        assert compile_cache.kernel("call", lambda: made) is made
     assert "no cache of compiled kernels" in caplog.text
 
 
@@ -100,24 +104,21 @@ def test_a_failed_export_leaves_nothing_behind(cache, monkeypatch):
 
     monkeypatch.setattr(compile_cache, "stored", lambda path: None)
     with pytest.raises(RuntimeError, match="disk full"):
-        compile_cache.kernel("stage", (), lambda config: Broken())
+        compile_cache.kernel("call", Broken)
     assert {p.suffix for p in cache.iterdir()} == {".lock"}
 
 
-def test_an_object_belongs_to_its_stage_numbers_sources_and_versions(cache, monkeypatch):
-    first = compile_cache.object_path("prepare", ())
+def test_an_object_belongs_to_its_name_sources_and_versions(cache, monkeypatch):
+    first = compile_cache.object_path("call")
     assert first.parent == cache
-    others = {
-        compile_cache.object_path("merge", ()),
-        compile_cache.object_path("prepare", (1,)),
-    }
+    others = {compile_cache.object_path("other")}
     monkeypatch.setattr(compile_cache, "version", lambda package: "0.0")
     compile_cache.origin.cache_clear()
-    others.add(compile_cache.object_path("prepare", ()))
+    others.add(compile_cache.object_path("call"))
     monkeypatch.setattr(compile_cache, "ARCH", "sm_100a")
     compile_cache.origin.cache_clear()
-    others.add(compile_cache.object_path("prepare", ()))
-    assert len(others) == 4
+    others.add(compile_cache.object_path("call"))
+    assert len(others) == 3
     assert first not in others
 
 
@@ -129,15 +130,25 @@ def test_the_folder_is_the_users_cache_unless_told_otherwise(monkeypatch):
     assert compile_cache.folder() == Path.home() / ".cache/kda"
 
 
-def test_warmup_asks_for_what_every_call_launches(monkeypatch):
-    asked = []
+def test_warmup_asks_for_what_a_call_launches(monkeypatch):
+    asked, launched = [], []
+
+    def kernel(*key):
+        asked.append(key)
+        return lambda *arguments: launched.append(arguments)
+
     monkeypatch.setattr(kernels_cute, "compiler_missing", lambda: None)
-    monkeypatch.setattr(
-        compile_cache, "kernel", lambda stage, config, build: asked.append((stage, config))
-    )
-    monkeypatch.setattr(compile_cache, "hold", lambda stage, config: (stage, config) in asked)
+    monkeypatch.setattr(compile_cache, "kernel", kernel)
+    monkeypatch.setattr(compile_cache, "hold", lambda name: (name, launch.build) in asked)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     kda.warmup()
-    launch.compiled()
+    offer = Offer("cute", kernels_cute.FEATURES, None, sms=132)
+    call = make_inputs(Case("one", (70, 20), "weak", H=1, HV=1))
+    args, problem = check.to_problem(**bind(**call, output_final_state=True)[1])
+    plan = planner.plan(problem, (offer,))
+    ws = workspace.carve(plan, args.q.device)
+    launch.launch(workspace.allocate_outputs(args), plan, ws)
+    assert len(launched) == 1
     assert len(asked) == 2
     assert asked[0] == asked[1]
 
@@ -155,16 +166,14 @@ def test_threads_compile_one_after_the_other(cache, monkeypatch):
     monkeypatch.setattr(compile_cache, "stored", lambda path: None)
     at_once, most = [], []
 
-    def build(config):
-        at_once.append(config)
+    def build():
+        at_once.append(1)
         most.append(len(at_once))
         time.sleep(0.05)
-        at_once.remove(config)
+        at_once.pop()
         return Made()
 
-    stages = [
-        Thread(target=compile_cache.kernel, args=(f"stage{i}", (i,), build)) for i in range(4)
-    ]
+    stages = [Thread(target=compile_cache.kernel, args=(f"call{i}", build)) for i in range(4)]
     for thread in stages:
         thread.start()
     for thread in stages:
@@ -174,8 +183,8 @@ def test_threads_compile_one_after_the_other(cache, monkeypatch):
 
 def test_a_stored_kernel_may_be_loaded_by_other_users(cache, monkeypatch):
     monkeypatch.setattr(compile_cache, "stored", lambda path: None)
-    compile_cache.kernel("stage", (), lambda config: Made())
-    (made,) = cache.glob("stage-*.o")
+    compile_cache.kernel("call", Made)
+    (made,) = cache.glob("call-*.o")
     assert made.stat().st_mode & 0o777 == 0o644
 
 
@@ -187,7 +196,7 @@ def test_a_user_without_a_home_gets_kernels_and_a_warning(cache, monkeypatch, ca
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", no_home)
     made = Made()
-    assert compile_cache.kernel("stage", (), lambda config: made) is made
+    assert compile_cache.kernel("call", lambda: made) is made
     assert "home directory" in caplog.text
 
 
@@ -195,7 +204,7 @@ def test_sources_edited_in_mid_process_store_nothing(cache, monkeypatch):
     monkeypatch.setattr(compile_cache, "stored", lambda path: None)
     compile_cache.origin()
     monkeypatch.setattr(compile_cache, "sources", lambda: "edited")
-    compile_cache.kernel("stage", (), lambda config: Made())
+    compile_cache.kernel("call", Made)
     assert not list(cache.glob("*.o"))
 
 

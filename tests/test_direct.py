@@ -65,7 +65,7 @@ def check_every_stage(folder: Path) -> None:
             if plan.segment or stage in (stages.prepare, stages.recurrence):
                 kernel, made = check_stage(cuda, launcher, partial(stage, args, plan, ws))
                 kernels.append(kernel)
-                alone = stage is stages.recurrence and plan.v_splits == 1
+                alone = plan.variant.gluon and stage is stages.recurrence and plan.v_splits == 1
                 assert made[0].how[-1] == (alone or stage is stages.merge)
                 expected += made
                 print("checked")
@@ -76,13 +76,11 @@ def check_every_stage(folder: Path) -> None:
 
 
 def check_stage(cuda, launcher, run) -> tuple[Any, list]:
-    from fake_cuda import STREAM
-
     from kernels_triton import direct as path
 
     kernel = first_launch(launcher, run)
     (direct,) = cuda.record([kernel], run)
-    assert direct.how[7] == STREAM
+    assert direct.how[7] == cuda.stream
     encodings = cuda.count("encodings")
     assert cuda.record([kernel], run) == [direct]
     assert cuda.count("encodings") == encodings  # the same integers: nothing is encoded again
@@ -104,6 +102,9 @@ def check_call(cuda, kernels, expected, run) -> None:
     assert cuda.record(kernels, run) == expected
     with mock.patch.object(launch, "language", side_effect=AssertionError("stage by stage")):
         assert cuda.record(kernels, run) == expected
+        cuda.stream += 1
+        assert {made.how[7] for made in cuda.record(kernels, run)} == {cuda.stream}
+        cuda.stream -= 1
     assert told_of(cuda, kernels, run) == expected
 
 
@@ -158,6 +159,7 @@ def test_a_call_is_not_made_again_with_other_integers():
     assert integers(args, plan, ws) == key
     keys = [key, integers(args, plan, workspace.carve(plan, args.q.device))]
     keys.append(integers(args, plan._replace(places=1), ws))
+    keys.append(integers(args._replace(q=args.q[:, :-1]), plan, ws))
     for name, x in args._asdict().items():
         if name not in ("final_state_dtype", "state_v_first"):  # for allocation only
             others = changed(name, x)

@@ -487,3 +487,12 @@ def test_an_infinite_bias_is_a_gate_at_its_end_before_a_cut_step_too(bias, targe
     call = make_inputs(case, target.device)
     call["dt_bias"][0, ::7] = bias
     holds(target, call)
+
+
+@pytest.mark.small
+@pytest.mark.parametrize("lower_bound", [-5.0, None])
+def test_a_rate_beyond_fp32_times_nothing_is_nothing(lower_bound, target):
+    call = make_inputs(Case("rate", (40,), "weak", H=1, HV=1), target.device)
+    call |= {"A_log": call["A_log"] * 0 + 89, "dt_bias": None, "lower_bound": lower_bound}
+    call["g"] = call["g"] * 0 - (0 if lower_bound else 200)
+    holds(target, call)

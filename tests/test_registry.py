@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError
 from textwrap import dedent
 
 import pytest
+import torch
 
 import kda
 import kernels_cute
@@ -303,3 +304,10 @@ def test_a_probe_runs_once_a_device(monkeypatch):
         registry.offers("triton", H200)
         registry.offers("triton", A100)
     assert calls == [H200, A100]
+
+
+def test_meta_tensors_are_refused_before_anything_is_allocated():
+    meta = torch.empty(1, 16, 1, 128, dtype=torch.bfloat16, device="meta")
+    out = torch.empty_like(meta)
+    with pytest.raises(kda.BackendError, match="meta tensors hold no values"):
+        kda.prefill(*[meta] * 4, meta[..., 0], lower_bound=-5.0, out=out, backend="torch")

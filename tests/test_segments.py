@@ -65,7 +65,7 @@ def test_auto_splits_long_sequences_of_few_heads_and_says_what_it_expects(lens, 
     [
         ((65536,), 96, "1 x 96 recurrences leave no room for two segments of each"),
         ((1024,) * 64, 8, "64 x 8 recurrences leave no room for two segments of each"),
-        ((512,), 8, "a split starts later than the 12 us"),
+        ((256,), 8, "a split starts later than the 8 us"),
         ((1500,), 8, "serial: segments of at most"),
         ((16,), 8, "no sequence is longer than a step of 16"),
         ((65536,), 32, "serial: segments of at most 32768"),

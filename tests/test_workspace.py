@@ -79,6 +79,21 @@ def test_workspace_size_is_what_the_call_allocates(T, sequences):
     assert plan.workspace_bytes == expected
 
 
+@pytest.mark.parametrize(
+    ("sizes", "error", "words"),
+    [
+        ({"T": "5"}, TypeError, "T must be an int, got '5'"),
+        ({"HV": True}, TypeError, "HV must be an int, got True"),
+        ({"T": -1}, ValueError, "T must be at least 0, got -1"),
+        ({"N": 0}, ValueError, "N must be at least 1, got 0"),
+        ({"B": 4, "N": 3}, ValueError, "B must be 1 with N"),
+    ],
+)
+def test_workspace_size_of_what_no_call_can_be_is_an_error(sizes, error, words):
+    with pytest.raises(error, match=words):
+        kda.workspace_size(**{"T": 5, "HV": 1} | sizes)
+
+
 def args_of(**changes) -> Args:
     v = torch.empty(2, 3, 4, HEAD_DIM, dtype=torch.bfloat16)
     empty = Args(
