@@ -2,9 +2,13 @@
 
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+
+if find_spec("pandas") is None:
+    raise ImportError("bench needs pandas: pip install '.[bench]' in kda's checkout")
 
 # One input generator and one error measure for tests and benchmarks: tests/cases.py, compare.py.
 # By folder, as the tests find them: some installed packages bring a `tests` of their own.

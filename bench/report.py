@@ -20,15 +20,18 @@ README = ROOT / "README.md"
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
 LEGEND = (
-    "n: cases. ms: median [20th, 80th percentile] of calls as an application makes them, CUDA "
-    "events. graph ms: a call in a replayed CUDA graph, the device alone. floor ms: reading q, k, "
-    "v, g and writing o once at the measured copy bandwidth; x floor: graph ms over that, less is "
-    "better. x fla, x fla graph: FLA's time over ours, more is better. "
-    "off x fla graph: the same with off. "
-    "runs: serial, or the number of CP segments. auto, off, forced: use_intracard_cp, graph ms; "
-    "predicted: what the planner expects of forced / off. Errors: against fp64, the worst sequence "
-    "and head of those judged, relative RMS. Host: best is the fastest round; import s is kda and "
-    "what the backend compiles with."
+    "First table: geometric means over n cases, of the ratios to FLA over those that it ran (with "
+    "fla); the sets are in bench/shapes.py. H64-T8192: 64 heads, one prompt of 8192 tokens; "
+    "T2x512: two rows of 512; ragged6, 8x1024: packed. fla: FLA's chunk_kda with safe_gate; "
+    "fla_cp: with its own split, where it split. ms: median [20th, 80th percentile] of calls as an "
+    "application makes them, CUDA events: short calls wait for the host, and FLA's longest. graph "
+    "ms: a call in a replayed CUDA graph, the device alone. floor ms: reading q, k, v, g and "
+    "writing o once at the measured copy bandwidth; x floor: graph ms over that, less is better. "
+    "x fla, x fla graph: FLA's time over ours, of calls and of graphs, more is better; off x fla "
+    "graph: over ours with off. runs: serial, or the number of segments (CP). auto, off, forced: "
+    "use_intracard_cp, graph ms; predicted: what the planner expects of forced / off. Errors: "
+    "against fp64, the worst sequence and head of those judged, relative RMS. Host: best is the "
+    "fastest round; import s is kda and what the backend compiles with."
 )
 
 
@@ -153,7 +156,7 @@ def section(files: list[Path]) -> str:
     prefill = df[df.topic == "prefill"]
     chosen = prefill[prefill.groups.map(lambda g: bool({"FlashKDA", "production"} & {*(g or ())}))]
     # by graphs alone: FLA's calls wait for its host, 1 ms each
-    shown = [tables.geomeans(df).drop(columns=["x fla", "with fla"], errors="ignore")]
+    shown = [tables.geomeans(df).drop(columns=["x fla"], errors="ignore")]
     table = tables.speed(chosen) if len(chosen) else pd.DataFrame()
     shown.append(table[[name for name in keep if name in table]])
     cp = tables.frame([row for row in rows if row["case"] in shapes.CP_SHOWN])

@@ -27,7 +27,10 @@ def frame(rows: Rows) -> pd.DataFrame:
     df["ms"] = df.ms_graph.fillna(df.ms_median)  # the device's time, as well as it is known
     df["x_floor"] = df.ms / df.floor_ms
     for peer in ("fla", "fla_cp"):
-        theirs = df[df.provider == peer].drop_duplicates(SETTING).set_index(SETTING)
+        ran = df.provider == peer
+        if peer == "fla_cp":  # where it split; else it is fla, called in another way
+            ran &= df.segments > 1
+        theirs = df[ran].drop_duplicates(SETTING).set_index(SETTING)
         at = pd.MultiIndex.from_frame(df[SETTING])
         for ratio, time in ((f"x_{peer}", "ms_median"), (f"x_{peer}_graph", "ms_graph")):
             ours = df[time].where(df.provider != peer)

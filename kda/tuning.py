@@ -55,7 +55,7 @@ CUTE: tuple[Rule, ...] = (
 RULES = {"cute": CUTE, "triton": TRITON, "torch": TORCH}
 
 # For sequences of typically fewer tokens "auto" passes a backend over: h200-prefill.json has cute
-# against triton at 204 tokens (cute is 8% faster), at 64 and at 32 (5% and 80% slower).
+# against triton at 204 tokens (cute takes 9% less), at 64 and at 32 (5% and 80% slower).
 AUTO_MIN_LEN = {"cute": 192}
 
 # Segments (intra-card context parallelism) are chosen by predictions from these.

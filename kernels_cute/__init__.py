@@ -30,7 +30,8 @@ def compiler_missing() -> str | None:
         try:
             found = version(package)
         except PackageNotFoundError:
-            return f"{package} is not installed (it comes with the extra: kda-prefill[cute])"
+            extra = "the extra cute of kda-prefill brings it: pip install '.[cute]' in its checkout"
+            return f"{package} is not installed ({extra})"
         if package == PACKAGES[0] and not OLDEST_DSL <= numbers(found) < BEFORE_DSL:
             oldest, before = (".".join(map(str, v)) for v in (OLDEST_DSL, BEFORE_DSL))
             return f"it was tested with {package} >= {oldest}, < {before}, found {found}"
