@@ -51,9 +51,10 @@ def recurrence(args: Args, plan: Plan, ws: Workspace) -> None:
 def launch(args: Args, plan: Plan, ws: Workspace) -> None:
     """The whole call: stage by stage, or as the launches of equal integers were made before.
 
-    A stage lets the next start early (programmatic dependent launch), where that pays. Each after
-    prepare waits, in every program and before it touches what another stage of the call does, until
-    the one before it is complete: so then are all. Prepare waits for all earlier work.
+    Merge, and Gluon's recurrence in its variant of one program a head, start while the stage before
+    them ends (programmatic dependent launch), and wait, in every program and before they touch what
+    another stage of the call does, until that one is complete: so then are all before it. The other
+    stages start when everything launched earlier is complete.
     """
     again, A_log, state = None, args.A_log, args.final_state
     # Reading all integers costs as much as a stage's descriptors. So first a few, of an activation,
