@@ -46,6 +46,6 @@ def guard(device: torch.device) -> AbstractContextManager[object]:
         # from its cache, and encoding a TMA descriptor then fails.
         torch.zeros(1, device=device)
         _thread.has_context = True
-    if device.index == torch._C._cuda_getDevice():  # a third of torch.cuda.current_device's time
+    if device.index == torch._C._cuda_getDevice():  # half of torch.cuda.current_device's time
         return STAY
     return torch.cuda.device(device)

@@ -121,7 +121,7 @@ def tensor(
     try:
         got, address = x.shape, x.data_ptr()
     except RuntimeError as e:
-        raise ValueError(f"{name} must be a plain strided tensor, got one without: {e}") from e
+        raise ValueError(f"{name} must have one shape and memory, got a tensor where {e}") from e
     if shape is not None and got != shape:
         wrong_shape(name, got, form, shape)
     if not address and x.numel() and x.device.type != "meta":

@@ -83,7 +83,7 @@ class Placed(NamedTuple):
 class Workspace(NamedTuple):
     """One buffer, and its regions as addresses for compiled kernels and as views for the others."""
 
-    buffer: torch.UntypedStorage  # half of what a tensor costs
+    buffer: torch.UntypedStorage  # it costs a call less than a tensor
     sizes: tuple[int, int, int, int]  # of `place`
     at: Addresses
 
@@ -136,7 +136,7 @@ def allocate_outputs(args: Args) -> Args:
     """`args` with the output tensors that the caller did not bring."""
     v, out, state = args.v, args.out, args.final_state
     B, T, HV, D = v.shape
-    # with strides a tensor costs less than from a shape alone
+    # with strides the state costs less than from a shape alone, and out no more
     if out is None:
         out = torch.empty_strided(
             (B, T, HV, D), (T * HV * D, HV * D, D, 1), dtype=v.dtype, device=v.device

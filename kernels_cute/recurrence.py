@@ -124,7 +124,7 @@ class Recurrence:
             max_number_threads=(self.config.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
-            # Programs that share a head's loads drift apart in time if they start as SMs get free.
+            # Two programs a head lose by an early start (AGENTS.md): they may share fewer loads.
             use_pdl=self.config.v_block == D,
         )  # fmt: skip
 

@@ -102,7 +102,7 @@ def launch_steps(
             "WARPS": plan.variant.recurrence_warps,
         },
         num_warps=plan.variant.recurrence_warps,
-        # Programs that share a head's loads drift apart in time if they start as SMs get free.
+        # Two programs a head lose by an early start (AGENTS.md): they may share fewer loads.
         launch_pdl=plan.v_splits == 1 and not scan,
         enable_fp_fusion=True,
         **options,

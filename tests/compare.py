@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kda import reference
+from kda.__main__ import INTERPRETED
 
 UNIT = 2.0**-8
 """The largest relative error of one rounding to bf16 (8 bits)."""
@@ -21,9 +22,8 @@ NEAREST, TRUNCATED = 1.66e-3, 2.82e-3
 mean 0, RMS UNIT * (E[1/x^2] / 3)^(1/2). Truncated, as Triton's interpreter does it: UNIT * E[1/x],
 always towards zero."""
 
-INTERPRETED = 3.0
-"""An output passes three roundings in a row (an operand of prepare; S or u; o itself). To nearest
-they add up as 3^(1/2) * NEAREST, truncated as 3 * TRUNCATED: a factor of 2.9."""
+# INTERPRETED, 3.0: an output passes three roundings in a row (an operand of prepare; S or u; o
+# itself). To nearest they add up as 3^(1/2) * NEAREST, truncated as 3 * TRUNCATED: a factor of 2.9.
 
 SHORT = 64  # tokens; below it a few numbers carry a whole sequence's o
 TOKEN_BY_TOKEN = 512  # up to this length the reference is the token recurrence

@@ -132,7 +132,7 @@ WRONG_VALUES = {
     "state_freed": ({"initial_state": freed(state)}, ["initial_state", "must have memory"]),
     "q_nested": (
         {"q": torch.nested.nested_tensor([zeros(3, H, 128)])},
-        ["q", "plain strided tensor", "ested"],
+        ["q", "one shape and memory", "ested"],
     ),
     "k_elsewhere": ({"k": q.to("meta")}, ["k", "cpu", "meta"]),
     "offsets_elsewhere": (
