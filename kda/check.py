@@ -50,12 +50,14 @@ def to_problem(
     use_intracard_cp: bool | Literal["auto"],
 ) -> tuple[Args, Problem]:
     """The arguments of `kda.prefill` as validated tensors and as integers."""
-    rules.boolean("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
-    rules.boolean("use_gate_in_kernel", use_gate_in_kernel)
-    rules.boolean("use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel)
-    rules.boolean("allow_neg_eigval", allow_neg_eigval)
-    rules.boolean("output_final_state", output_final_state)
-    rules.boolean("state_v_first", state_v_first)
+    rules.booleans(
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+    )
     rules.auto_or_boolean("use_intracard_cp", use_intracard_cp)
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ValueError("allow_neg_eigval=True needs use_beta_sigmoid_in_kernel=True, got False")
@@ -69,8 +71,8 @@ def to_problem(
     N, seq_lens = sequences(cu_seqlens, cu_seqlens_cpu, B, T, device)
     final_state_dtype = states(initial_state, final_state, output_final_state, N, HV, device)
     if out is not None:
-        rules.tensor("out", out, BF16, device, v.shape, "[B, T, HV, 128] as v")
-        rules.aligned("out", out)
+        _, at = rules.tensor("out", out, BF16, device, v.shape, "[B, T, HV, 128] as v")
+        rules.aligned("out", out, at)
     inputs = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, cu_seqlens_cpu, initial_state)
     writes_apart(inputs, final_state, out)
 
@@ -130,23 +132,23 @@ def tokens(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, device: rules.Where
 ) -> tuple[int, int, int, int]:
     """B, T, H, HV."""
-    shape = rules.tensor("q", q, BF16, device)
+    shape, q_at = rules.tensor("q", q, BF16, device)
     if len(shape) != 4 or shape[3] != HEAD_DIM or not shape[0] or not shape[2]:
         rules.wrong_shape("q", shape, "[B, T, H, 128] (B >= 1, H >= 1)")
     B, T, H, _ = shape
-    rules.tensor("k", k, BF16, device, shape, "[B, T, H, 128] as q")
-    shape = rules.tensor("v", v, BF16, device)
+    _, k_at = rules.tensor("k", k, BF16, device, shape, "[B, T, H, 128] as q")
+    shape, v_at = rules.tensor("v", v, BF16, device)
     if len(shape) != 4 or shape[:2] != (B, T) or shape[3] != HEAD_DIM:
         rules.wrong_shape("v", shape, f"[B, T, HV, 128] (q has B = {B}, T = {T})")
     HV = shape[2]
     if not HV or HV % H:
         raise ValueError(f"v's heads must be a multiple of q's {H}, got HV = {HV}")
-    rules.tensor("g", g, BF16_OR_FP32, device, shape, "[B, T, HV, 128] as v")
+    _, g_at = rules.tensor("g", g, BF16_OR_FP32, device, shape, "[B, T, HV, 128] as v")
     rules.tensor("beta", beta, BF16_OR_FP32, device, (B, T, HV), "[B, T, HV]")
-    rules.aligned("q", q)
-    rules.aligned("k", k)
-    rules.aligned("v", v)
-    rules.aligned("g", g)
+    rules.aligned("q", q, q_at)
+    rules.aligned("k", k, k_at)
+    rules.aligned("v", v, v_at)
+    rules.aligned("g", g, g_at)
     return B, T, H, HV
 
 
@@ -159,7 +161,7 @@ def parameters(
         rules.contiguous("A_log", A_log)
     if dt_bias is None:
         return None
-    shape = rules.tensor("dt_bias", dt_bias, FP32, device)
+    shape, _ = rules.tensor("dt_bias", dt_bias, FP32, device)
     if shape != (HV, HEAD_DIM) and shape != (HV * HEAD_DIM,):
         rules.wrong_shape("dt_bias", shape, "[HV, 128] or [HV * 128]", (HV, HEAD_DIM))
     rules.contiguous("dt_bias", dt_bias)

@@ -27,9 +27,9 @@ BF16_OR_FP32 = (torch.bfloat16, torch.float32)
 INTEGERS = (torch.int32, torch.int64)
 FP32_MAX = torch.finfo(torch.float32).max
 FP32_TINY = torch.finfo(torch.float32).tiny
-STRIDED = torch.strided
 DEFAULT_SCALE = HEAD_DIM**-0.5
 ALIGNMENT = 16  # bytes: TMA's rule for the base address and every stride but the last
+ALIGNED = 8  # elements that are whole units whether bf16 or fp32
 
 HINTS = {
     ("type", "cu_seqlens"): "torch.tensor(offsets, dtype=torch.int32, device=q.device) makes one",
@@ -53,9 +53,10 @@ def hint(rule: str, name: str) -> str:
     return f"; {known}" if known else ""
 
 
-def boolean(name: str, x: Any) -> None:
-    if x is not True and x is not False:
-        raise TypeError(f"{name} must be True or False, got {x!r} ({type(x).__name__})")
+def booleans(**flags: Any) -> None:
+    for name, x in flags.items():
+        if x is not True and x is not False:
+            raise TypeError(f"{name} must be True or False, got {x!r} ({type(x).__name__})")
 
 
 def auto_or_boolean(name: str, x: Any) -> None:
@@ -97,9 +98,9 @@ def tensor(
     device: Where,
     shape: Sequence[int] | None = None,
     form: str = "",
-) -> torch.Size:
-    """The shape of `x`, a strided tensor with one of `dtypes` on `device` without a gradient; it is
-    `shape`, if given, whose dimensions `form` names."""
+) -> tuple[torch.Size, int]:
+    """The shape and address of `x`, a strided tensor with one of `dtypes` on `device` without a
+    gradient; the shape is `shape`, if given, whose dimensions `form` names."""
     if not isinstance(x, Tensor):
         came = f"{type(x).__name__}{hint('type', name)}"
         raise TypeError(f"{name} must be a torch.Tensor, got {came}")
@@ -108,26 +109,35 @@ def tensor(
             f"{name} requires a gradient, but kda.prefill is forward only; "
             "call it under torch.no_grad() or torch.inference_mode()"
         )
-    if x.dtype not in dtypes:
+    dtype = x.dtype
+    if dtype not in dtypes:
         expected = " or ".join(map(str, dtypes))
-        raise ValueError(f"{name} must be {expected}, got {x.dtype}{hint('dtype', name)}")
-    if x.layout is not STRIDED:
-        raise ValueError(f"{name} must have layout torch.strided, got {x.layout}")
-    if x.is_neg():
-        raise ValueError(f"{name} must hold its values, got a negated view; use resolve_neg()")
+        raise ValueError(f"{name} must be {expected}, got {dtype}{hint('dtype', name)}")
     if x.device != device:
         came = f"{x.device}{hint('device', name)}"
         raise ValueError(f"{name} must be on {device}, got {came}")
+    # a part of a complex tensor, so never bf16
+    if dtype is torch.float32 and x.is_neg():
+        raise ValueError(f"{name} must hold its values, got a negated view; use resolve_neg()")
     try:
         got, address = x.shape, x.data_ptr()
     except RuntimeError as e:
+        strided(name, x)
         raise ValueError(f"{name} must have one shape and memory, got a tensor where {e}") from e
+    if not address:
+        strided(name, x)
+        if x.numel() and x.device.type != "meta":
+            why = "freed, or held by a wrapper such as DTensor, whose to_local() has it"
+            raise ValueError(f"{name} must have memory, got a {type(x).__name__} without: {why}")
     if shape is not None and got != shape:
         wrong_shape(name, got, form, shape)
-    if not address and x.numel() and x.device.type != "meta":
-        why = "freed, or held by a wrapper such as DTensor, whose to_local() has it"
-        raise ValueError(f"{name} must have memory, got a {type(x).__name__} without: {why}")
-    return got
+    return got, address
+
+
+def strided(name: str, x: Tensor) -> None:
+    """Asked only of tensors without an address: no other layout has one."""
+    if x.layout is not torch.strided:
+        raise ValueError(f"{name} must have layout torch.strided, got {x.layout}")
 
 
 def wrong_shape(name: str, got: Sequence[int], form: str, expected: Sequence[int] = ()) -> NoReturn:
@@ -157,28 +167,29 @@ def unit_last_stride(name: str, x: Tensor) -> None:
         raise ValueError(f"{name}'s last stride must be 1, got {came}")
 
 
-def aligned(name: str, x: Tensor) -> None:
-    """[B, T, heads, 128] as TMA reads it. The stride of a dimension of size 1 does not matter."""
+def aligned(name: str, x: Tensor, address: int) -> None:
+    """[B, T, heads, 128] at `address` as TMA reads it. The stride of a dimension of size 1 does not
+    matter."""
     b, t, h, d = x.stride()
-    size = x.element_size()
-    if d == 1 and b and t and h and not (x.data_ptr() | (b | t | h) * size) % ALIGNMENT:
+    if d == 1 and b and t and h and not ((b | t | h) % ALIGNED or address % ALIGNMENT):
         return
     if not x.numel():
         return
     unit_last_stride(name, x)
+    size = x.element_size()
     for dim, n, stride in zip(("B", "T", "heads"), x.shape, (b, t, h), strict=False):
         if n > 1 and (not stride or stride * size % ALIGNMENT):
             rule = f"positive multiples of {ALIGNMENT} bytes ({ALIGNMENT // size} elements)"
             came = f"{stride} elements for {dim} in {x.stride()}"
             raise ValueError(f"{name}'s strides must be {rule}, got {came}")
-    if x.data_ptr() % ALIGNMENT:
+    if address % ALIGNMENT:
         rule = f"a multiple of {ALIGNMENT} bytes"
-        raise ValueError(f"{name}'s address must be {rule}, got {x.data_ptr():#x}")
+        raise ValueError(f"{name}'s address must be {rule}, got {address:#x}")
 
 
 def offsets(name: str, x: Tensor, device: Where) -> int:
     """N of a vector of N + 1 offsets."""
-    shape = tensor(name, x, INTEGERS, device)
+    shape, _ = tensor(name, x, INTEGERS, device)
     if len(shape) != 1 or shape[0] < 2:
         raise ValueError(f"{name} must have shape [N + 1] with N >= 1, got {list(shape)}")
     contiguous(name, x)

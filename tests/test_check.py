@@ -143,6 +143,11 @@ WRONG_VALUES = {
         {"cu_seqlens_cpu": base["cu_seqlens"].to("meta")},
         ["cu_seqlens_cpu", "cpu", "meta"],
     ),
+    "q_jagged": (
+        {"q": torch.nested.nested_tensor([q[0]], layout=torch.jagged)},
+        ["q", "torch.strided", "torch.jagged"],
+    ),
+    "A_log_csr": ({"A_log": zeros(2, 2, dtype=FP32).to_sparse_csr()}, ["A_log", "torch.sparse_csr"]),
     "v_sparse": ({"v": v.to_sparse()}, ["v", "torch.strided", "torch.sparse_coo"]),
     # shapes
     "q_without_batch": ({"q": q[0]}, ["q", "[B, T, H, 128]", "[48, 2, 128]", "q[None]"]),
@@ -558,7 +563,7 @@ def test_a_scale_that_fp32_cannot_hold_is_refused(scale):
 def test_strides_of_no_tokens_do_not_matter():
     g = -5 * torch.randn(2, 0, 1, 128).sigmoid()
     assert 0 in g.stride()
-    rules.aligned("g", g)
+    rules.aligned("g", g, g.data_ptr())
 
 
 @pytest.mark.parametrize(
