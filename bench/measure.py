@@ -85,10 +85,6 @@ def speed(call: Row, provider: Provider, context: Context) -> Row:
     calls = timing.rotated(call, context.device) if context.rotate else [call]
     runs = [partial(provider.run, c) for c in calls]
     times = timing.measure(runs, context.device, graph=provider.capturable)._asdict()
-    # of a split that finds nothing, too, where only the device knows: what its launches cost
-    unknown = "cu_seqlens" in call and call.get("cu_seqlens_cpu") is None
-    if isinstance(provider, Kda) and (
-        provider.cp == "auto" or (provider.cp == "forced" and unknown)
-    ):
+    if isinstance(provider, Kda) and provider.cp == "auto":
         times |= stages.times(call, context.device)
     return times

@@ -78,12 +78,15 @@ LONG_AND_RAGGED = {
 CP_SHOWN = (
     *("H8-65536", "H4-65536", "H8-65536-5x1024", "H8-32768", "H16-32768"),
     *("H8-8192", "H12-8192", "H12-65536", "H32-65536"),
+    *("H8-8x8192-unknown", "H16-4x8192-unknown", "H8-65536-5x1024-unknown"),
 )
 
 UNKNOWN = "unknown"  # ends the names of packed cases whose lengths only the device knows
-# What a split costs that finds nothing to split, and what it wins where one sequence is long.
+# What a split costs that finds nothing to split ("auto" against "off"), and what it wins where one
+# sequence is long.
 DEVICE_ONLY = (
-    packed(8, f"64x512-{UNKNOWN}", *(512,) * 64),
+    packed(8, f"8x8192-{UNKNOWN}", *(8192,) * 8),
+    packed(16, f"4x8192-{UNKNOWN}", *(8192,) * 4),
     packed(8, f"65536-5x1024-{UNKNOWN}", 65536, *(1024,) * 5),
 )
 

@@ -146,6 +146,7 @@ class Plan(NamedTuple):
     scans: int  # segments looked at by the pre-scan, per value head; 0 = serial
     merges: int  # sequences looked at by the merge, per value head; 0: none can have three segments
     recurrences: int  # per value head: N, or with segments no fewer than all of them
+    ahead: int  # of these, before the sequences that are not split
     critical_steps: int  # one after the other: max_steps, or pre-scan, merge and a recurrence
     serial_us: float  # predicted after prepare, of whole sequences; 0: not predicted
     split_us: float  # of the best split, or of what runs where the lengths are not known

@@ -100,13 +100,14 @@ def plan(problem: Problem, offers: tuple[Offer, ...]) -> Plan:
     max_steps = varlen.ceil_div(longest, step)
     if split is None:
         segment, count, critical = 0, 1, max_steps
-        places, scans, merges, recurrences = 0, 0, 0, N
+        places, scans, merges, recurrences, ahead = 0, 0, 0, N, 0
     else:
         segment, count = split.segment, varlen.ceil_div(longest, split.segment)
         places = varlen.place_count(B, T, problem.packed, segment)
         scans = varlen.scan_count(B, T, problem.packed, segment)
         merges = varlen.merge_count(B, T, problem.packed, segment)
-        recurrences = varlen.tile_count(B, T, N, problem.packed, segment)
+        recurrences = places + N if problem.packed else places
+        ahead = places if problem.packed and problem.seq_lens else 0
         critical = 2 * split.steps + count - 2
     return Plan(
         backend=offer.backend,
@@ -125,6 +126,7 @@ def plan(problem: Problem, offers: tuple[Offer, ...]) -> Plan:
         scans=scans,
         merges=merges,
         recurrences=recurrences,
+        ahead=ahead,
         critical_steps=critical,
         serial_us=choice.serial_us,
         split_us=choice.split_us,

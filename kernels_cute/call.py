@@ -51,8 +51,9 @@ class Call:
         out_b: I64, out_t: I64, out_h: I64, out_d: I64,
         B: I32, T: I32, H: I32, HV: I32, N: I32, tiles: I32, sms: I32,
         segment: I32,  # most tokens of one, or 0
-        # per value head: states of segments, programs of the scan, the merge and the recurrence
-        places: I32, scans: I32, merges: I32, runs: I32,
+        # per value head: states of segments, programs of the scan, the merge and the recurrence, of
+        # these before the sequences that are not split
+        places: I32, scans: I32, merges: I32, runs: I32, ahead: I32,
         flags: I32,
         lower_bound: F32, scale: F32,
         stream,
@@ -76,5 +77,5 @@ class Call:
                 recurrence(
                     operands, m, gamma, v, out, initial_state, final_state, states, cu_seqlens,
                     v_b, v_t, v_h, out_b, out_t, out_h, s0_n, s0_h, s0_v, s0_k, s1_n, s1_h, s1_v,
-                    s1_k, tiles, B, T, N, HV, flags, segment, runs, stream,
+                    s1_k, tiles, B, T, N, HV, flags, segment, runs, ahead, stream,
                 )  # fmt: skip

@@ -95,7 +95,7 @@ def run(stages: int, args: Args, plan: Plan, ws: Workspace) -> None:
         *q.stride(), *k.stride(), *v.stride(), *g.stride(), *beta.stride(),
         *(NO_STRIDES if s0 is None else s0.stride()), *(NO_STRIDES if s1 is None else s1.stride()),
         *out.stride(), B, T, H, plan.HV, plan.N, plan.tiles, plan.sms, plan.segment, plan.places,
-        plan.scans, plan.merges, plan.recurrences, flags, lower_bound, scale, stream,
+        plan.scans, plan.merges, plan.recurrences, plan.ahead, flags, lower_bound, scale, stream,
     )  # fmt: skip
 
 

@@ -84,7 +84,7 @@ class Recurrence:
         s1_n: I64, s1_h: I64, s1_v: I64, s1_k: I64,
         tiles: I32, B: I32, T: I32, N: I32, HV: I32, flags: I32,
         segment: I32,  # most tokens of one, or 0
-        runs: I32,  # recurrences per head
+        runs: I32, ahead: I32,  # recurrences per head, of them before whole sequences
         stream,
     ):  # fmt: skip
         bv = self.config.v_block
@@ -115,7 +115,7 @@ class Recurrence:
             mma_x, mma_0, mma_s, a_w, t_w, a_m, t_m, a_v, t_v, a_o, t_o, g_o,
             rows(F32, gamma, tiles * HV, D), initial_state, final_state, states, cu_seqlens,
             s0_n, s0_h, s0_v, s0_k, s1_n, s1_h, s1_v, s1_k, tiles, B, T, N, HV, flags, segment,
-            tile, tile_t, mtile, vtile, vtile_t,
+            ahead, tile, tile_t, mtile, vtile, vtile_t,
         ).launch(
             grid=(runs * HV * (D // bv), 1, 1),
             block=(self.config.threads, 1, 1),
@@ -140,7 +140,7 @@ class Recurrence:
         initial_state: I64, final_state: I64, states: I64, cu_seqlens: I64,
         s0_n: I64, s0_h: I64, s0_v: I64, s0_k: I64,
         s1_n: I64, s1_h: I64, s1_v: I64, s1_k: I64,
-        tiles: I32, B: I32, T: I32, N: I32, HV: I32, flags: I32, segment: I32,
+        tiles: I32, B: I32, T: I32, N: I32, HV: I32, flags: I32, segment: I32, ahead: I32,
         tile: cute.ComposedLayout, tile_t: cute.ComposedLayout, mtile: cute.ComposedLayout,
         vtile: cute.ComposedLayout, vtile_t: cute.ComposedLayout,
     ):  # fmt: skip
@@ -178,7 +178,7 @@ class Recurrence:
         bos, length = I32(0), T
         if segment > 0:
             i_n, i_s, i_place, bos, before, length, after = segment_at(
-                cu_seqlens, wide, i_n, T, N, segment, C, segment, 1
+                cu_seqlens, wide, i_n, T, N, segment, C, segment // 2, ahead, 1
             )
             if (length < 0) | (after > 0):
                 final_state = I64(0)

@@ -73,7 +73,7 @@ def advance_steps(
         b_S = b_S.to(gl.float32)
     if SCAN:
         if HAS_INITIAL:
-            gl.store(p_states + o_S, b_S, mask=(o_S >= 0) & from_initial & (steps > 0))
+            gl.store(p_states + o_S, b_S, mask=(o_S >= 0) & from_initial)
         b_S = gl.where(of_P & (o_v[:, None] == o_k[None, :]), 1.0, b_S)
     elif SEGMENTED:
         b_S += gl.load(p_states + o_S, mask=(o_S >= 0) & from_states, other=0.0)
@@ -138,7 +138,7 @@ def advance_steps(
             p_o += (bos + i * C + o_c)[None, :] * aligned(out_t, out) + r_v[:, None]
             gl.store(p_o, b_o, mask=(o_c < left)[None, :])
     if SCAN:
-        gl.store(p_states + to_states + o_S, b_S, mask=(o_S >= 0) & (steps > 0))
+        gl.store(p_states + to_states + o_S, b_S)
     elif HAS_FINAL:  # noqa: SIM102  the compiler resolves one condition, not the other
         if to_final:
             p_s = i_n.to(gl.int64) * s1_n + i_h.to(gl.int64) * s1_h
@@ -150,6 +150,7 @@ def advance_steps(
 @gluon.jit(
     do_not_specialize=[
         "out_b", "out_t", "out_h", "region_rows", "T", "N", "NT", "HV", "segment", "places",
+        "ahead",
     ]
 )  # fmt: skip
 def recurrence_kernel(
@@ -167,6 +168,7 @@ def recurrence_kernel(
     T: gl.int32, N: gl.int32, NT: gl.int32, HV: gl.int32,
     segment: gl.int32,  # most tokens of one
     places: gl.int32,  # of segments, per head
+    ahead: gl.int32,  # segments of split sequences before the whole ones
     C: gl.constexpr,
     BV: gl.constexpr,
     STAGES: gl.constexpr,
@@ -192,20 +194,25 @@ def recurrence_kernel(
     to_states = i_n.to(gl.int64) * 0
     p_states = states
     if SEGMENTED:
+        UNITS: gl.constexpr = 1 if SCAN else 2  # of a segment
         i_n, i_s, i_place, bos, before, length, after = segment_at(
-            cu_seqlens, i_n, T, N, segment, segment, C, PACKED, 0 if SCAN else 1
+            cu_seqlens, i_n, T, N, segment, segment // UNITS, ahead, C, PACKED, UNITS - 1
         )
+        nothing = length < 0
+        if SCAN:
+            # the last needs neither Z nor P; the Z of the first starts from the initial state
+            nothing = nothing | (after == 0) | (of_P & (i_s == 0))
+        if nothing:
+            gdc_wait()
+            return
         from_initial = (i_s == 0) & (after == 0)
         from_states = i_s > 0
         if HAS_INITIAL:
             from_states = from_states | (after > 0)
-        to_final = (length >= 0) & (after == 0)
+        to_final = after == 0
         if SCAN:
-            # the last needs neither Z nor P; the Z of the first starts from the initial state
-            length = gl.where((after == 0) | (of_P & (i_s == 0)), 0, length)
             from_initial = i_s == 0
             to_states = gl.where(of_P, places, 1).to(gl.int64) * HV * D * D
-        length = gl.maximum(length, 0)
         p_states = states + i_place.to(gl.int64) * HV * D * D + i_h * D * D
     elif PACKED:
         bos, length = sequence_bounds(cu_seqlens, i_n, T)

@@ -35,7 +35,7 @@ def merge_kernel(
     if not PACKED:
         i *= (T + segment - 1) // segment
     _, i_s, place, _, _, length, after = segment_at(
-        cu_seqlens, i, T, N, segment, 2 * segment, C, PACKED, 0
+        cu_seqlens, i, T, N, segment, 2 * segment, 0, C, PACKED, 0
     )
     count = (length + after + segment - 1) // segment
     if not INTERPRET:

@@ -82,16 +82,25 @@ def last_from(cu_seqlens, i, T, N, C, EXTRA: tl.constexpr):
 
 @triton.jit
 def segment_at(
-    cu_seqlens, i, T, N, segment, unit, C: tl.constexpr, PACKED: tl.constexpr, EXTRA: tl.constexpr
-):
-    """Segment number i where those of a packed sequence are numbered from bos // unit + n * EXTRA
-    on, those of dense ones all together (kda/varlen.py): (sequence, number in it, place of its
-    state, the sequence's first token, steps of C tokens before the segment, tokens of the segment,
-    tokens after it). -1 tokens: there is none."""
+    cu_seqlens, i, T, N, segment, unit, ahead, C: tl.constexpr, PACKED: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Segment number i where those of a packed sequence are numbered from bos // unit on, and
+    (WHOLE) the sequences that are not split lie as they are between number `ahead` and the next;
+    those of dense sequences are numbered all together (kda/varlen.py): (sequence, number in it,
+    place of its state, the sequence's first token, steps of C tokens before the segment, tokens of
+    the segment, tokens after it). -1 tokens: there is none."""
     if PACKED:
-        i_n = tl.minimum(last_from(cu_seqlens, i, T, N, unit, EXTRA), N - 1)
+        i_n = i - ahead
+        i_s = i * 0
+        searched = (i_n < 0) | (i_n >= N * WHOLE)
+        if searched:
+            i_s = tl.where(i_n < 0, i, i_n - N * WHOLE)
+            i_n = tl.minimum(last_from(cu_seqlens, i_s, T, N, unit, 0), N - 1)
+            i_s -= offset(cu_seqlens, i_n, T) // unit
         bos, length = sequence_bounds(cu_seqlens, i_n, T)
-        i_s = i - bos // unit - i_n * EXTRA
+        if WHOLE:
+            i_s = tl.where(searched == (length > segment), i_s, -1)
         place = bos // (segment // 2) + i_s
     else:
         i_n = i // ((T + segment - 1) // segment)

@@ -52,8 +52,10 @@ def advance(
 
 
 @triton.jit(
-    do_not_specialize=["out_b", "out_t", "out_h", "T", "N", "NT", "HV", "segment", "places"]
-)
+    do_not_specialize=[
+        "out_b", "out_t", "out_h", "T", "N", "NT", "HV", "segment", "places", "ahead",
+    ]
+)  # fmt: skip
 def recurrence_kernel(
     nkd, qd, kr,  # descriptors of [tiles * HV * C, K] bf16, block [C, K]
     m,  # descriptor of [tiles * HV * C, C] bf16, block [C, C]
@@ -68,6 +70,7 @@ def recurrence_kernel(
     T: tl.int32, N: tl.int32, NT: tl.int32, HV: tl.int32,
     segment: tl.int32,  # most tokens of one
     places: tl.int32,  # of segments, per head
+    ahead: tl.int32,  # segments of split sequences before the whole ones
     C: tl.constexpr,
     BV: tl.constexpr,
     STAGES: tl.constexpr,
@@ -90,8 +93,9 @@ def recurrence_kernel(
     before = 0  # steps of the sequence that are not this program's
     after = 0  # tokens
     if SEGMENTED:
+        UNITS: tl.constexpr = 1 if SCAN else 2  # of a segment
         i_n, i_s, i_place, bos, before, length, after = segment_at(
-            cu_seqlens, i_n, T, N, segment, segment, C, PACKED, 0 if SCAN else 1
+            cu_seqlens, i_n, T, N, segment, segment // UNITS, ahead, C, PACKED, UNITS - 1
         )
         if length < 0:
             return

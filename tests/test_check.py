@@ -147,7 +147,10 @@ WRONG_VALUES = {
         {"q": torch.nested.nested_tensor([q[0]], layout=torch.jagged)},
         ["q", "torch.strided", "torch.jagged"],
     ),
-    "A_log_csr": ({"A_log": zeros(2, 2, dtype=FP32).to_sparse_csr()}, ["A_log", "torch.sparse_csr"]),
+    "A_log_csr": (
+        {"A_log": zeros(2, 2, dtype=FP32).to_sparse_csr()},
+        ["A_log", "torch.strided", "torch.sparse_csr"],
+    ),
     "v_sparse": ({"v": v.to_sparse()}, ["v", "torch.strided", "torch.sparse_coo"]),
     # shapes
     "q_without_batch": ({"q": q[0]}, ["q", "[B, T, H, 128]", "[48, 2, 128]", "q[None]"]),

@@ -87,6 +87,8 @@ def test_unknown_lengths_are_met_with_segments_that_equal_ones_would_not_fill():
     assert plan.segment >= sum(lens) / len(lens)
     assert plan.segments > 1
     assert "only the device knows the lengths" in plan.reason
+    assert plan.ahead == 0  # the segments that may not be
+    assert plan_of(*lens).ahead == plan_of(*lens).places > 0
     for calls in (
         plan_of(*lens, known=False, use_intracard_cp=False),
         plan_of(*(300,) * 6, known=False),  # idle launches would be dear
@@ -190,21 +192,27 @@ def test_segments_cover_a_sequence_evenly_and_their_states_have_places_of_their_
         (161,) * 5,
     ],
 )
-def test_every_segment_to_be_scanned_and_every_chain_to_be_merged_is_found_once(lens, segment):
+def test_every_segment_to_be_run_or_scanned_and_every_chain_to_be_merged_is_found_once(
+    lens, segment
+):
     bos = [sum(lens[:n]) for n in range(len(lens))]
-    T, scanned, merged = sum(lens), [], []
-    for i in range(varlen.scan_count(1, T, True, segment)):
-        n = max(n for n, first in enumerate(bos) if first // segment <= i)
-        scanned.append((n, i - bos[n] // segment))
-    for i in range(varlen.merge_count(1, T, True, segment)):
-        n = max(n for n, first in enumerate(bos) if first // (2 * segment) <= i)
-        if bos[n] // (2 * segment) == i:
-            merged.append(n)
+    T = sum(lens)
     counts = [max(ceil_div(length, segment), 1) for length in lens]
+
+    def found(total, unit):
+        """(sequence, number in it) of each number; not all of them exist."""
+        owners = [max(n for n, b in enumerate(bos) if b // unit <= i) for i in range(total)]
+        return [(n, i - bos[n] // unit) for i, n in enumerate(owners)]
+
+    run = found(varlen.place_count(1, T, True, segment), segment // 2)
+    wanted = [(n, i) for n, count in enumerate(counts) if count > 1 for i in range(count)]
+    assert [x for x in run if x in set(wanted)] == wanted
+    scanned = found(varlen.scan_count(1, T, True, segment), segment)
     wanted = [(n, i) for n, count in enumerate(counts) for i in range(count - 1)]
-    assert [found for found in scanned if found in set(wanted)] == wanted
-    wanted = [n for n, count in enumerate(counts) if count > 2]
-    assert [n for n in merged if n in wanted] == wanted
+    assert [x for x in scanned if x in set(wanted)] == wanted
+    merged = found(varlen.merge_count(1, T, True, segment), 2 * segment)
+    wanted = [(n, 0) for n, count in enumerate(counts) if count > 2]
+    assert [x for x in merged if x in set(wanted)] == wanted
 
 
 # Stages
@@ -324,6 +332,21 @@ def test_a_split_call_answers_to_the_reference_and_repeats_its_bits(
     assert torch.equal(again[0], o)
     if not splitting.interpreted:
         assert torch.equal(splitting.run(asked)[1], state)
+
+
+@pytest.mark.small
+def test_whole_sequences_may_run_before_split_ones_or_after_them(splitting, split):
+    split(4)
+    case = Case("whole_and_split", (0, 16, 150, 1, 0, 97, 33), "weak", H=1, HV=1)
+    call = make_inputs(case, splitting.device)
+    backend, args, plan, ws = splitting.stages(call | {"use_intracard_cp": True})
+    results = []
+    for ahead in (0, plan.places):
+        out, state = (x.fill_(torch.nan) for x in (args.out, args.final_state))
+        backend.launch(args, plan._replace(ahead=ahead), ws)
+        results.append((out.clone(), state.clone()))
+    assert_call(call, *results[0], interpreted=splitting.interpreted)
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.small

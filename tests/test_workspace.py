@@ -17,8 +17,8 @@ def plan_of(tiles: int, HV: int, step: int, places: int) -> Plan:
     return Plan(
         backend="torch", reason="", rejected=(), variant=Variant(step // 16, 128), H=HV, HV=HV, N=1,
         sms=1, tiles=tiles, max_steps=tiles, segment=step if places else 0, segments=max(places, 1),
-        places=places, scans=places, merges=0, recurrences=1, critical_steps=tiles, serial_us=0.0,
-        split_us=0.0, workspace_bytes=workspace.size(tiles, HV, step, places),
+        places=places, scans=places, merges=0, recurrences=1, ahead=0, critical_steps=tiles,
+        serial_us=0.0, split_us=0.0, workspace_bytes=workspace.size(tiles, HV, step, places),
     )  # fmt: skip
 
 
