@@ -29,11 +29,11 @@ LEGEND = (
     "writing o once at the measured copy bandwidth; x floor: graph ms over that, less is better. "
     "x fla, x fla graph: FLA's time over ours, of calls and of graphs, more is better; off x fla "
     "graph: over ours with off. runs: serial, or the number of segments (CP). auto, off, forced: "
-    "use_intracard_cp, graph ms; predicted: what the planner expects of forced / off. unknown: only "
-    "the device has the lengths; where all are 8192, nothing is split, and auto less off is what "
-    "pre-scan, merge and programs without a segment cost. Errors: "
-    "against fp64, the worst sequence and head of those judged, relative RMS. Host: best is the "
-    "fastest round; import s is kda and what the backend compiles with."
+    "use_intracard_cp, graph ms; predicted: what the planner expects of forced / off. unknown: "
+    "only the device has the lengths; where all are 8192, nothing is split, and auto less off is "
+    "what pre-scan, merge and programs without a segment cost. Errors: against fp64, "
+    "the worst sequence and head of those judged, relative RMS. Host: best is the fastest round; "
+    "import s is kda and what the backend compiles with."
 )
 
 

@@ -31,7 +31,6 @@ def to_problem(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    *,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
     lower_bound: float | None,
@@ -49,7 +48,7 @@ def to_problem(
     out: Tensor | None,
     use_intracard_cp: bool | Literal["auto"],
 ) -> tuple[Args, Problem]:
-    """The arguments of `kda.prefill` as validated tensors and as integers."""
+    """The arguments of `kda.prefill`, in its order, as validated tensors and as integers."""
     rules.booleans(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_gate_in_kernel=use_gate_in_kernel,
@@ -66,7 +65,7 @@ def to_problem(
     gate = which_gate(A_log, dt_bias, lower_bound, use_gate_in_kernel)
 
     device = q.device if isinstance(q, Tensor) else None
-    B, T, H, HV = tokens(q, k, v, g, beta, device)
+    B, T, H, HV, addressed = tokens(q, k, v, g, beta, device)
     dt_bias = parameters(A_log, dt_bias, HV, device)
     N, seq_lens = sequences(cu_seqlens, cu_seqlens_cpu, B, T, device)
     final_state_dtype = states(initial_state, final_state, output_final_state, N, HV, device)
@@ -80,26 +79,10 @@ def to_problem(
         initial_state = None if initial_state is None else initial_state.mT
         final_state = None if final_state is None else final_state.mT
     args = Args(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        A_log,
-        dt_bias,
-        gate,
-        lower_bound or 0.0,
-        scale,
-        use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel,
-        allow_neg_eigval,
-        cu_seqlens,
-        initial_state,
-        final_state_dtype,
-        state_v_first,
-        final_state,
-        out,
-    )
+        q, k, v, g, beta, A_log, dt_bias, gate, lower_bound or 0.0, scale, use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, addressed, cu_seqlens, initial_state,
+        final_state_dtype, state_v_first, final_state, out,
+    )  # fmt: skip
     packed = cu_seqlens is not None
     above_one = allow_neg_eigval or not use_beta_sigmoid_in_kernel
     fp32_gate, split = g.dtype == torch.float32, use_intracard_cp is True
@@ -130,8 +113,8 @@ def which_gate(
 
 def tokens(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, device: rules.Where
-) -> tuple[int, int, int, int]:
-    """B, T, H, HV."""
+) -> tuple[int, int, int, int, tuple[int, ...]]:
+    """B, T, H, HV, and the addresses and strides."""
     shape, q_at = rules.tensor("q", q, BF16, device)
     if len(shape) != 4 or shape[3] != HEAD_DIM or not shape[0] or not shape[2]:
         rules.wrong_shape("q", shape, "[B, T, H, 128] (B >= 1, H >= 1)")
@@ -145,11 +128,11 @@ def tokens(
         raise ValueError(f"v's heads must be a multiple of q's {H}, got HV = {HV}")
     _, g_at = rules.tensor("g", g, BF16_OR_FP32, device, shape, "[B, T, HV, 128] as v")
     rules.tensor("beta", beta, BF16_OR_FP32, device, (B, T, HV), "[B, T, HV]")
-    rules.aligned("q", q, q_at)
-    rules.aligned("k", k, k_at)
-    rules.aligned("v", v, v_at)
-    rules.aligned("g", g, g_at)
-    return B, T, H, HV
+    addressed = (
+        *(q_at, *rules.aligned("q", q, q_at), k_at, *rules.aligned("k", k, k_at)),
+        *(v_at, *rules.aligned("v", v, v_at), g_at, *rules.aligned("g", g, g_at)),
+    )
+    return B, T, H, HV, addressed
 
 
 def parameters(

@@ -187,6 +187,7 @@ class Args(NamedTuple):
     use_qk_l2norm_in_kernel: bool
     use_beta_sigmoid_in_kernel: bool
     allow_neg_eigval: bool
+    addressed: tuple[int, ...]  # address and four strides [elements] of q, k, v and g in turn
     cu_seqlens: "Tensor | None"  # [N + 1] int32 | int64 on q's device
     initial_state: "Tensor | None"  # [N, HV, V, K] fp32 | bf16
     final_state_dtype: "dtype | None"  # None: no final state is asked for

@@ -167,14 +167,14 @@ def unit_last_stride(name: str, x: Tensor) -> None:
         raise ValueError(f"{name}'s last stride must be 1, got {came}")
 
 
-def aligned(name: str, x: Tensor, address: int) -> None:
-    """[B, T, heads, 128] at `address` as TMA reads it. The stride of a dimension of size 1 does not
-    matter."""
-    b, t, h, d = x.stride()
+def aligned(name: str, x: Tensor, address: int) -> tuple[int, ...]:
+    """The strides of `x` [B, T, heads, 128] at `address`, which TMA can read. That of a dimension
+    of size 1 does not matter."""
+    b, t, h, d = strides = x.stride()
     if d == 1 and b and t and h and not ((b | t | h) % ALIGNED or address % ALIGNMENT):
-        return
+        return strides
     if not x.numel():
-        return
+        return strides
     unit_last_stride(name, x)
     size = x.element_size()
     for dim, n, stride in zip(("B", "T", "heads"), x.shape, (b, t, h), strict=False):
@@ -185,6 +185,7 @@ def aligned(name: str, x: Tensor, address: int) -> None:
     if address % ALIGNMENT:
         rule = f"a multiple of {ALIGNMENT} bytes"
         raise ValueError(f"{name}'s address must be {rule}, got {address:#x}")
+    return strides
 
 
 def offsets(name: str, x: Tensor, device: Where) -> int:

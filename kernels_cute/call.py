@@ -32,10 +32,12 @@ class Call:
     @cute.jit
     def __call__(
         self,
-        # Addresses. 0: there is none
-        q: I64, k: I64,  # [B, T, H, K] bf16
-        v: I64,  # [B, T, HV, V] bf16
-        g: I64,  # [B, T, HV, K] bf16
+        # Addresses (0: there is none) and strides in elements. Those of the last dimension are 1,
+        # but for a state's
+        q: I64, q_b: I64, q_t: I64, q_h: I64, q_d: I64,  # [B, T, H, K] bf16
+        k: I64, k_b: I64, k_t: I64, k_h: I64, k_d: I64,  # [B, T, H, K] bf16
+        v: I64, v_b: I64, v_t: I64, v_h: I64, v_d: I64,  # [B, T, HV, V] bf16
+        g: I64, g_b: I64, g_t: I64, g_h: I64, g_d: I64,  # [B, T, HV, K] bf16
         beta: I64,  # [B, T, HV] bf16 | fp32
         A_log: I64,  # [HV] fp32, or 0
         dt_bias: I64,  # [HV, K] fp32, or 0
@@ -43,9 +45,6 @@ class Call:
         initial_state: I64, final_state: I64,  # [N, HV, V, K] fp32 | bf16, or 0
         out: I64,  # [B, T, HV, V] bf16
         operands: I64, m: I64, gamma: I64, states: I64,  # the workspace (kda/workspace.py)
-        # Strides in elements. Those of the last dimension are 1, but for a state's
-        q_b: I64, q_t: I64, q_h: I64, q_d: I64, k_b: I64, k_t: I64, k_h: I64, k_d: I64,
-        v_b: I64, v_t: I64, v_h: I64, v_d: I64, g_b: I64, g_t: I64, g_h: I64, g_d: I64,
         beta_b: I64, beta_t: I64, beta_h: I64,
         s0_n: I64, s0_h: I64, s0_v: I64, s0_k: I64, s1_n: I64, s1_h: I64, s1_v: I64, s1_k: I64,
         out_b: I64, out_t: I64, out_h: I64, out_d: I64,

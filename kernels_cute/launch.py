@@ -72,8 +72,8 @@ def address(x: Tensor | None) -> int:
 
 def run(stages: int, args: Args, plan: Plan, ws: Workspace) -> None:
     (
-        q, k, v, g, beta, A_log, dt_bias, _, lower_bound, scale, normalise, _, _, cu_seqlens,
-        s0, _, _, s1, out,
+        q, _, _, _, beta, A_log, dt_bias, _, lower_bound, scale, normalise, _, _, addressed,
+        cu_seqlens, s0, _, _, s1, out,
     ) = args  # fmt: skip
     assert out is not None
     at = ws.at
@@ -89,10 +89,9 @@ def run(stages: int, args: Args, plan: Plan, ws: Workspace) -> None:
     # torch.cuda.current_stream takes 7 us to say the same
     stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(q.device.index))
     compiled()(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr(), address(A_log),
-        address(dt_bias), address(cu_seqlens), address(s0), address(s1), out.data_ptr(),
-        at.nkd.address, at.m.address, at.gamma.address, at.states.address,
-        *q.stride(), *k.stride(), *v.stride(), *g.stride(), *beta.stride(),
+        *addressed, beta.data_ptr(), address(A_log), address(dt_bias), address(cu_seqlens),
+        address(s0), address(s1), out.data_ptr(),
+        at.nkd.address, at.m.address, at.gamma.address, at.states.address, *beta.stride(),
         *(NO_STRIDES if s0 is None else s0.stride()), *(NO_STRIDES if s1 is None else s1.stride()),
         *out.stride(), B, T, H, plan.HV, plan.N, plan.tiles, plan.sms, plan.segment, plan.places,
         plan.scans, plan.merges, plan.recurrences, plan.ahead, flags, lower_bound, scale, stream,

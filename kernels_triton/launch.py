@@ -95,12 +95,11 @@ def launches_of(*integers: Hashable) -> list[Again]:
 
 def integers(args: Args, plan: Plan, ws: Workspace) -> tuple[Hashable, ...]:
     """All that the launches of a call are made of."""
-    q, k, v, g, beta, A_log, dt_bias, *flags = args[:13]
+    q, _, _, g, beta, A_log, dt_bias, *flags = args[:14]
     cu_seqlens, s0, s1, out = args.cu_seqlens, args.initial_state, args.final_state, args.out
     return (
         plan, q.get_device(), ws.at.nkd.address, *flags, q.shape,
-        q.data_ptr(), q.stride(), k.data_ptr(), k.stride(), v.data_ptr(), v.stride(),
-        g.data_ptr(), g.stride(), g.dtype, beta.data_ptr(), beta.stride(), beta.dtype,
+        g.dtype, beta.data_ptr(), beta.stride(), beta.dtype,
         out.data_ptr(), out.stride(),
         A_log is None or A_log.data_ptr(), dt_bias is None or dt_bias.data_ptr(),
         cu_seqlens is None or (cu_seqlens.data_ptr(), cu_seqlens.dtype),

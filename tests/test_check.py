@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from timeit import repeat
 
 import numpy as np
@@ -529,6 +530,11 @@ def test_a_right_call_passes_and_its_check_makes_nothing_but_views(changes, stat
     assert problem.use_intracard_cp is call.get("use_intracard_cp", "auto")
     assert isinstance(args.scale, float)
     assert isinstance(args.lower_bound, float)
+
+
+def test_the_checks_take_the_arguments_in_the_order_of_the_call():
+    checked, called = (inspect.signature(f).parameters for f in (check.to_problem, kda.prefill))
+    assert [*checked, "backend"] == [*called]
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 16])

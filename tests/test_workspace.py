@@ -98,7 +98,7 @@ def args_of(**changes) -> Args:
     v = torch.empty(2, 3, 4, HEAD_DIM, dtype=torch.bfloat16)
     empty = Args(
         *(v, v, v, v, v[..., 0], None, None, Gate.BOUNDED, -5.0, 1.0, True, True, False),
-        *(None, None, None, True, None, None),
+        *((), None, None, None, True, None, None),
     )
     return empty._replace(**changes)
 
