@@ -30,10 +30,10 @@ LEGEND = (
     "x fla, x fla graph: FLA's time over ours, of calls and of graphs, more is better; off x fla "
     "graph: over ours with off. runs: serial, or the number of segments (CP). auto, off, forced: "
     "use_intracard_cp, graph ms; predicted: what the planner expects of forced / off. unknown: "
-    "only the device has the lengths; where all are 8192, nothing is split, and auto less off is "
-    "what pre-scan, merge and programs without a segment cost. Errors: against fp64, "
-    "the worst sequence and head of those judged, relative RMS. Host: best is the fastest round; "
-    "import s is kda and what the backend compiles with."
+    "only the device has the lengths; in 8x8192 and 4x8192 nothing is long enough to split, and "
+    "auto less off is what idle pre-scan, merge and recurrence programs cost. Errors: against "
+    "fp64, the worst sequence and head of those judged, relative RMS. Host: best is the fastest "
+    "round; import s is kda and what the backend compiles with."
 )
 
 

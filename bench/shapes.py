@@ -82,8 +82,8 @@ CP_SHOWN = (
 )
 
 UNKNOWN = "unknown"  # ends the names of packed cases whose lengths only the device knows
-# What a split costs that finds nothing to split ("auto" against "off"), and what it wins where one
-# sequence is long.
+# What idle programs of a split cost (all of one length: auto less off), and what a split wins where
+# one sequence is long.
 DEVICE_ONLY = (
     packed(8, f"8x8192-{UNKNOWN}", *(8192,) * 8),
     packed(16, f"4x8192-{UNKNOWN}", *(8192,) * 4),

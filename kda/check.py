@@ -114,7 +114,7 @@ def which_gate(
 def tokens(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, device: rules.Where
 ) -> tuple[int, int, int, int, tuple[int, ...]]:
-    """B, T, H, HV, and the addresses and strides."""
+    """B, T, H, HV and `Args.addressed`."""
     shape, q_at = rules.tensor("q", q, BF16, device)
     if len(shape) != 4 or shape[3] != HEAD_DIM or not shape[0] or not shape[2]:
         rules.wrong_shape("q", shape, "[B, T, H, 128] (B >= 1, H >= 1)")

@@ -145,8 +145,8 @@ class Plan(NamedTuple):
     places: int  # for the states of segments, per value head; 0 = serial
     scans: int  # segments looked at by the pre-scan, per value head; 0 = serial
     merges: int  # sequences looked at by the merge, per value head; 0: none can have three segments
-    recurrences: int  # per value head: N, or with segments no fewer than all of them
-    ahead: int  # of these, before the sequences that are not split
+    recurrences: int  # per value head: N; with segments places + N, or places if dense
+    ahead: int  # of these, before those of whole sequences
     critical_steps: int  # one after the other: max_steps, or pre-scan, merge and a recurrence
     serial_us: float  # predicted after prepare, of whole sequences; 0: not predicted
     split_us: float  # of the best split, or of what runs where the lengths are not known
@@ -187,7 +187,9 @@ class Args(NamedTuple):
     use_qk_l2norm_in_kernel: bool
     use_beta_sigmoid_in_kernel: bool
     allow_neg_eigval: bool
-    addressed: tuple[int, ...]  # address and four strides [elements] of q, k, v and g in turn
+    # Of q, k, v and g in turn: address and four strides [elements]. Launchers may read only this:
+    # who replaces one of the four replaces this.
+    addressed: tuple[int, ...]
     cu_seqlens: "Tensor | None"  # [N + 1] int32 | int64 on q's device
     initial_state: "Tensor | None"  # [N, HV, V, K] fp32 | bf16
     final_state_dtype: "dtype | None"  # None: no final state is asked for

@@ -107,7 +107,7 @@ def plan(problem: Problem, offers: tuple[Offer, ...]) -> Plan:
         scans = varlen.scan_count(B, T, problem.packed, segment)
         merges = varlen.merge_count(B, T, problem.packed, segment)
         recurrences = places + N if problem.packed else places
-        ahead = places if problem.packed and problem.seq_lens else 0
+        ahead = places if problem.packed and problem.seq_lens is not None else 0
         critical = 2 * split.steps + count - 2
     return Plan(
         backend=offer.backend,

@@ -29,7 +29,7 @@ FP32_MAX = torch.finfo(torch.float32).max
 FP32_TINY = torch.finfo(torch.float32).tiny
 DEFAULT_SCALE = HEAD_DIM**-0.5
 ALIGNMENT = 16  # bytes: TMA's rule for the base address and every stride but the last
-ALIGNED = 8  # elements that are whole units whether bf16 or fp32
+ALIGNED_STRIDE = ALIGNMENT // 2  # elements: aligned in bf16, the smaller dtype, so in fp32, too
 
 HINTS = {
     ("type", "cu_seqlens"): "torch.tensor(offsets, dtype=torch.int32, device=q.device) makes one",
@@ -116,7 +116,7 @@ def tensor(
     if x.device != device:
         came = f"{x.device}{hint('device', name)}"
         raise ValueError(f"{name} must be on {device}, got {came}")
-    # a part of a complex tensor, so never bf16
+    # only the imaginary part of a complex tensor's conjugate is one: never bf16
     if dtype is torch.float32 and x.is_neg():
         raise ValueError(f"{name} must hold its values, got a negated view; use resolve_neg()")
     try:
@@ -135,7 +135,7 @@ def tensor(
 
 
 def strided(name: str, x: Tensor) -> None:
-    """Asked only of tensors without an address: no other layout has one."""
+    """Only tensors without an address are asked: in other layouts `data_ptr` is 0 or raises."""
     if x.layout is not torch.strided:
         raise ValueError(f"{name} must have layout torch.strided, got {x.layout}")
 
@@ -171,7 +171,7 @@ def aligned(name: str, x: Tensor, address: int) -> tuple[int, ...]:
     """The strides of `x` [B, T, heads, 128] at `address`, which TMA can read. That of a dimension
     of size 1 does not matter."""
     b, t, h, d = strides = x.stride()
-    if d == 1 and b and t and h and not ((b | t | h) % ALIGNED or address % ALIGNMENT):
+    if d == 1 and b and t and h and not ((b | t | h) % ALIGNED_STRIDE or address % ALIGNMENT):
         return strides
     if not x.numel():
         return strides

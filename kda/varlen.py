@@ -10,10 +10,12 @@ Segments of at most L tokens are found in the same way, with L in place of C. On
 than L has several, and needs places for the states before them: ceil(len / L) <= floor(2 len / L)
 of them from floor(2 bos_n / L) on, so that short sequences take none. All but its last segment are
 scanned: ceil(len / L) - 1 <= floor((bos + len) / L) - floor(bos / L), from floor(bos_n / L) on. The
-recurrence takes the segment of every place, and every sequence that is not split, found without a
-search. The segments come ahead where the lengths are known, because the longest shall start first,
-and behind where there may be none. The merge starts where three segments or more begin: no two such
-sequences share floor(bos_n / 2L).
+recurrence has a program for each place and one for each sequence. That of a sequence is found by
+its number, without a search, and leaves if the sequence is split; that of a place leaves if no
+segment has it. Where the host knows the lengths, places come first (`Plan.ahead`), because what
+takes longest should start first; where it does not, they come last, because perhaps nothing is
+split. The merge starts where three segments or more begin: no two such sequences share
+floor(bos_n / 2L). Segments of dense sequences are numbered in a row.
 """
 
 from __future__ import annotations

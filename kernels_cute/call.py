@@ -50,8 +50,8 @@ class Call:
         out_b: I64, out_t: I64, out_h: I64, out_d: I64,
         B: I32, T: I32, H: I32, HV: I32, N: I32, tiles: I32, sms: I32,
         segment: I32,  # most tokens of one, or 0
-        # per value head: states of segments, programs of the scan, the merge and the recurrence, of
-        # these before the sequences that are not split
+        # per value head: states of segments; programs of the scan, the merge and the recurrence;
+        # of the last, those before whole sequences
         places: I32, scans: I32, merges: I32, runs: I32, ahead: I32,
         flags: I32,
         lower_bound: F32, scale: F32,

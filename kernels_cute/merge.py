@@ -64,7 +64,7 @@ class Merge:
         if cu_seqlens == 0:
             i *= (T + segment - 1) // segment
         _, i_s, place, _, _, length, after = segment_at(
-            cu_seqlens, flags & OFFSETS_64, i, T, N, segment, C, 2 * segment
+            cu_seqlens, flags & OFFSETS_64, i, T, N, segment, 2 * segment, 0, C, 0
         )
         products = I32(0)
         if i_s == 0:

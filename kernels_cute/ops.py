@@ -174,19 +174,19 @@ def sequence_of_tile(
 
 @cute.jit
 def segment_at(
-    cu_seqlens: I64, wide: I32, i: I32, T: I32, N: I32, segment: I32, C: cutlass.Constexpr,
-    unit: I32, ahead: I32 = 0, WHOLE: cutlass.Constexpr = 0,
+    cu_seqlens: I64, wide: I32, i: I32, T: I32, N: I32, segment: I32, unit: I32, ahead: I32,
+    C: cutlass.Constexpr, WHOLE: cutlass.Constexpr,
 ):  # fmt: skip
-    """Segment number i where those of a packed sequence are numbered from bos // unit on, and
-    (WHOLE) the sequences that are not split lie as they are between number `ahead` and the next;
-    those of dense sequences are numbered all together (kda/varlen.py): (sequence, number in it,
-    place of its state, the sequence's first token, steps of C tokens before the segment, tokens of
-    the segment, tokens after it). -1 tokens: there is none."""
+    """Segment number i (kda/varlen.py). Packed: those of a sequence are numbered from bos // unit
+    on; with WHOLE, the numbers from `ahead` on are the N sequences themselves, put between the
+    others. Dense: all in a row. Returns (sequence, number in it, place of its state, the sequence's
+    first token, steps of C tokens before the segment, tokens of the segment, tokens after it). -1
+    tokens: there is none."""
     per_row = (T + segment - 1) // segment
     i_n, i_s, place = i // per_row, i % per_row, i
     bos, length = I32(0), T
     if cu_seqlens != 0:
-        i_n, i_s = i - ahead, I32(0)
+        i_n, i_s = i - ahead * WHOLE, I32(0)
         searched = (i_n < 0) | (i_n >= N * WHOLE)
         if searched:
             i_s = select(i_n < 0, i, i_n - N * WHOLE)
@@ -194,6 +194,7 @@ def segment_at(
             i_s -= offset(cu_seqlens, wide, i_n, T) // unit
         bos, length = sequence_bounds(cu_seqlens, wide, i_n, T)
         if cutlass.const_expr(WHOLE):
+            # a split sequence runs by its segments' numbers alone, another by its own
             i_s = select(searched == (length > segment), i_s, I32(-1))
         place = bos // (segment // 2) + i_s
     count = cutlass.max((length + segment - 1) // segment, I32(1))

@@ -84,7 +84,7 @@ class Recurrence:
         s1_n: I64, s1_h: I64, s1_v: I64, s1_k: I64,
         tiles: I32, B: I32, T: I32, N: I32, HV: I32, flags: I32,
         segment: I32,  # most tokens of one, or 0
-        runs: I32, ahead: I32,  # recurrences per head, of them before whole sequences
+        runs: I32, ahead: I32,  # recurrences per head, and how many before those of whole sequences
         stream,
     ):  # fmt: skip
         bv = self.config.v_block
@@ -178,7 +178,7 @@ class Recurrence:
         bos, length = I32(0), T
         if segment > 0:
             i_n, i_s, i_place, bos, before, length, after = segment_at(
-                cu_seqlens, wide, i_n, T, N, segment, C, segment // 2, ahead, 1
+                cu_seqlens, wide, i_n, T, N, segment, segment // 2, ahead, C, 1
             )
             if (length < 0) | (after > 0):
                 final_state = I64(0)

@@ -109,7 +109,7 @@ class Scan:
         full, empty = bars.iterator, bars.iterator + stages
 
         i_n, i_s, i_place, bos, before, length, after = segment_at(
-            cu_seqlens, flags & OFFSETS_64, program // SPLITS // HV, T, N, segment, C, segment
+            cu_seqlens, flags & OFFSETS_64, program // SPLITS // HV, T, N, segment, segment, 0, C, 0
         )
         if after == 0:  # the last segment needs neither Z nor P
             length = I32(0)

@@ -88,7 +88,7 @@ def launch_steps(
             *of_tiles(at, count, step), heads_first(args.v, step, v_block),
             heads_first(args.out, step, v_block), args.out, s0, s1, at.states, args.cu_seqlens,
             *strides(s0), *strides(s1), *args.out.stride()[:3], count, T, plan.N,
-            plan.tiles // B, plan.HV, plan.segment, plan.places, 0 if scan else plan.ahead,
+            plan.tiles // B, plan.HV, plan.segment, plan.places, plan.ahead,
         ),
         {
             "C": step,

@@ -168,7 +168,7 @@ def recurrence_kernel(
     T: gl.int32, N: gl.int32, NT: gl.int32, HV: gl.int32,
     segment: gl.int32,  # most tokens of one
     places: gl.int32,  # of segments, per head
-    ahead: gl.int32,  # segments of split sequences before the whole ones
+    ahead: gl.int32,  # numbers before those of whole sequences
     C: gl.constexpr,
     BV: gl.constexpr,
     STAGES: gl.constexpr,
@@ -194,16 +194,16 @@ def recurrence_kernel(
     to_states = i_n.to(gl.int64) * 0
     p_states = states
     if SEGMENTED:
-        UNITS: gl.constexpr = 1 if SCAN else 2  # of a segment
         i_n, i_s, i_place, bos, before, length, after = segment_at(
-            cu_seqlens, i_n, T, N, segment, segment // UNITS, ahead, C, PACKED, UNITS - 1
-        )
+            cu_seqlens, i_n, T, N, segment, segment if SCAN else segment // 2, ahead, C, PACKED,
+            not SCAN,
+        )  # fmt: skip
         nothing = length < 0
         if SCAN:
             # the last needs neither Z nor P; the Z of the first starts from the initial state
             nothing = nothing | (after == 0) | (of_P & (i_s == 0))
         if nothing:
-            gdc_wait()
+            gdc_wait()  # in programs that leave, too
             return
         from_initial = (i_s == 0) & (after == 0)
         from_states = i_s > 0

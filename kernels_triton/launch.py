@@ -60,7 +60,7 @@ def launch(args: Args, plan: Plan, ws: Workspace) -> None:
     # Reading all integers costs as much as a stage's descriptors. So first a few, of an activation,
     # a layer and a request: a call that is not made again soon reads no more.
     if met(
-        args.q.data_ptr(), ws.at.nkd.address,
+        args.addressed[0], ws.at.nkd.address,
         A_log is None or A_log.data_ptr(), state is None or state.data_ptr(),
     ):  # fmt: skip
         again = launches_of(*integers(args, plan, ws))
@@ -95,12 +95,11 @@ def launches_of(*integers: Hashable) -> list[Again]:
 
 def integers(args: Args, plan: Plan, ws: Workspace) -> tuple[Hashable, ...]:
     """All that the launches of a call are made of."""
-    q, _, _, g, beta, A_log, dt_bias, *flags = args[:14]
+    q, _, _, g, beta, A_log, dt_bias, *flags, addressed = args[:14]
     cu_seqlens, s0, s1, out = args.cu_seqlens, args.initial_state, args.final_state, args.out
     return (
-        plan, q.get_device(), ws.at.nkd.address, *flags, q.shape,
-        g.dtype, beta.data_ptr(), beta.stride(), beta.dtype,
-        out.data_ptr(), out.stride(),
+        plan, q.get_device(), ws.at.nkd.address, *flags, addressed, q.shape,
+        g.dtype, beta.data_ptr(), beta.stride(), beta.dtype, out.data_ptr(), out.stride(),
         A_log is None or A_log.data_ptr(), dt_bias is None or dt_bias.data_ptr(),
         cu_seqlens is None or (cu_seqlens.data_ptr(), cu_seqlens.dtype),
         s0 is None or (s0.data_ptr(), s0.stride(), s0.dtype),

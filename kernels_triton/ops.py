@@ -85,13 +85,13 @@ def segment_at(
     cu_seqlens, i, T, N, segment, unit, ahead, C: tl.constexpr, PACKED: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Segment number i where those of a packed sequence are numbered from bos // unit on, and
-    (WHOLE) the sequences that are not split lie as they are between number `ahead` and the next;
-    those of dense sequences are numbered all together (kda/varlen.py): (sequence, number in it,
-    place of its state, the sequence's first token, steps of C tokens before the segment, tokens of
-    the segment, tokens after it). -1 tokens: there is none."""
+    """Segment number i (kda/varlen.py). Packed: those of a sequence are numbered from bos // unit
+    on; with WHOLE, the numbers from `ahead` on are the N sequences themselves, put between the
+    others. Dense: all in a row. Returns (sequence, number in it, place of its state, the sequence's
+    first token, steps of C tokens before the segment, tokens of the segment, tokens after it). -1
+    tokens: there is none."""
     if PACKED:
-        i_n = i - ahead
+        i_n = i - ahead * WHOLE
         i_s = i * 0
         searched = (i_n < 0) | (i_n >= N * WHOLE)
         if searched:
@@ -100,6 +100,7 @@ def segment_at(
             i_s -= offset(cu_seqlens, i_n, T) // unit
         bos, length = sequence_bounds(cu_seqlens, i_n, T)
         if WHOLE:
+            # a split sequence runs by its segments' numbers alone, another by its own
             i_s = tl.where(searched == (length > segment), i_s, -1)
         place = bos // (segment // 2) + i_s
     else:

@@ -70,7 +70,7 @@ def recurrence_kernel(
     T: tl.int32, N: tl.int32, NT: tl.int32, HV: tl.int32,
     segment: tl.int32,  # most tokens of one
     places: tl.int32,  # of segments, per head
-    ahead: tl.int32,  # segments of split sequences before the whole ones
+    ahead: tl.int32,  # numbers before those of whole sequences
     C: tl.constexpr,
     BV: tl.constexpr,
     STAGES: tl.constexpr,
@@ -93,10 +93,10 @@ def recurrence_kernel(
     before = 0  # steps of the sequence that are not this program's
     after = 0  # tokens
     if SEGMENTED:
-        UNITS: tl.constexpr = 1 if SCAN else 2  # of a segment
         i_n, i_s, i_place, bos, before, length, after = segment_at(
-            cu_seqlens, i_n, T, N, segment, segment // UNITS, ahead, C, PACKED, UNITS - 1
-        )
+            cu_seqlens, i_n, T, N, segment, segment if SCAN else segment // 2, ahead, C, PACKED,
+            not SCAN,
+        )  # fmt: skip
         if length < 0:
             return
         if SCAN:  # noqa: SIM102

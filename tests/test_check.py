@@ -521,6 +521,8 @@ def test_a_right_call_passes_and_its_check_makes_nothing_but_views(changes, stat
         if given is not None:
             expected = given if state_v_first else given.mT
             assert views.same(getattr(args, name), expected)
+    located = [(x.data_ptr(), *x.stride()) for x in (args.q, args.k, args.v, args.g)]
+    assert args.addressed == tuple(n for x in located for n in x)
     if call["dt_bias"] is not None:
         assert args.dt_bias.shape == (HV, 128)
         assert args.dt_bias.data_ptr() == call["dt_bias"].data_ptr()

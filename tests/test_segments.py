@@ -199,20 +199,18 @@ def test_every_segment_to_be_run_or_scanned_and_every_chain_to_be_merged_is_foun
     T = sum(lens)
     counts = [max(ceil_div(length, segment), 1) for length in lens]
 
-    def found(total, unit):
-        """(sequence, number in it) of each number; not all of them exist."""
+    def found(total, unit, wanted):
+        """(sequence, number in it) of each number, of those wanted."""
         owners = [max(n for n, b in enumerate(bos) if b // unit <= i) for i in range(total)]
-        return [(n, i - bos[n] // unit) for i, n in enumerate(owners)]
+        every = [(n, i - bos[n] // unit) for i, n in enumerate(owners)]
+        return [x for x in every if x in set(wanted)]
 
-    run = found(varlen.place_count(1, T, True, segment), segment // 2)
-    wanted = [(n, i) for n, count in enumerate(counts) if count > 1 for i in range(count)]
-    assert [x for x in run if x in set(wanted)] == wanted
-    scanned = found(varlen.scan_count(1, T, True, segment), segment)
-    wanted = [(n, i) for n, count in enumerate(counts) for i in range(count - 1)]
-    assert [x for x in scanned if x in set(wanted)] == wanted
-    merged = found(varlen.merge_count(1, T, True, segment), 2 * segment)
-    wanted = [(n, 0) for n, count in enumerate(counts) if count > 2]
-    assert [x for x in merged if x in set(wanted)] == wanted
+    run = [(n, i) for n, count in enumerate(counts) if count > 1 for i in range(count)]
+    assert found(varlen.place_count(1, T, True, segment), segment // 2, run) == run
+    scanned = [(n, i) for n, count in enumerate(counts) for i in range(count - 1)]
+    assert found(varlen.scan_count(1, T, True, segment), segment, scanned) == scanned
+    merged = [(n, 0) for n, count in enumerate(counts) if count > 2]
+    assert found(varlen.merge_count(1, T, True, segment), 2 * segment, merged) == merged
 
 
 # Stages
