@@ -61,8 +61,8 @@ AUTO_MIN_LEN = {"cute": 192}
 # Segments (intra-card context parallelism) are chosen by predictions from these.
 SMS = 132  # of the device that they were measured on
 STATES_US = 3.0  # that segments start from states in memory
-# Launches of pre-scan and merge that find nothing to split: 3 to 9 by graph, all of them overlapped
-# (7c3097f); fallback: a little more, as some do not any more.
+# Launches of pre-scan and merge, and programs of the recurrence, that find nothing to split: auto
+# less off of the unknown lengths in CP. 12 with cute, 9 to 10 with Triton.
 IDLE_US = 12.0
 IDLE_PART = 0.1  # fallback: a premium. What they may add where lengths are not known
 SEGMENTS = "bench/results/2026-12-01-h200-segments.json"
