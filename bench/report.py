@@ -155,8 +155,7 @@ def section(files: list[Path]) -> str:
     df = df[~df.provider.eq("torch")]
     keep = ["case", "provider", "runs", "ms [p20, p80]", "graph ms", "x floor", "x fla graph"]
     keep += ["x fla_cp", "err o", "err state"]
-    prefill = df[df.topic == "prefill"]
-    chosen = prefill[prefill.groups.map(lambda g: bool({"FlashKDA", "production"} & {*(g or ())}))]
+    chosen = df[(df.topic == "prefill") & df.case.isin(shapes.PREFILL_SHOWN)]
     # by graphs alone: FLA's calls wait for its host, 1 ms each
     shown = [tables.geomeans(df).drop(columns=["x fla"], errors="ignore")]
     table = tables.speed(chosen) if len(chosen) else pd.DataFrame()

@@ -74,13 +74,6 @@ LONG_AND_RAGGED = {
     "65537-1023-1025": (65537, 1023, 1025),
 }
 
-# What others published, or served models need: README shows these.
-CP_SHOWN = (
-    *("H8-65536", "H4-65536", "H8-65536-5x1024", "H8-32768", "H16-32768"),
-    *("H8-8192", "H12-8192", "H12-65536", "H32-65536"),
-    *("H8-8x8192-unknown", "H16-4x8192-unknown", "H8-65536-5x1024-unknown"),
-)
-
 UNKNOWN = "unknown"  # ends the names of packed cases whose lengths only the device knows
 # What idle programs of a split cost (all of one length: auto less off), and what a split wins where
 # one sequence is long.
@@ -88,6 +81,17 @@ DEVICE_ONLY = (
     packed(8, f"8x8192-{UNKNOWN}", *(8192,) * 8),
     packed(16, f"4x8192-{UNKNOWN}", *(8192,) * 4),
     packed(8, f"65536-5x1024-{UNKNOWN}", 65536, *(1024,) * 5),
+)
+
+# What others published, or served models need: README shows these.
+PREFILL_SHOWN = (
+    *(c.name for c in (*GROUPS["FlashKDA"], *GROUPS["production"])),
+    *("H64-T512", "H64-T1024", "H64-T16384", "H64-T2x8192", "H8-T8192", "H8-T65536"),
+)
+CP_SHOWN = (
+    *("H8-65536", "H4-65536", "H8-65536-5x1024", "H8-32768", "H16-32768"),
+    *("H8-8192", "H12-8192", "H12-65536", "H32-65536"),
+    *(c.name for c in DEVICE_ONLY),
 )
 
 

@@ -105,7 +105,7 @@ def precaution(
 ) -> Split | None:
     """Where only the device knows the lengths, and a split of equal ones, which take `before` us,
     does not pay: segments that only a sequence longer than those has several of. If all are alike
-    they cost one or two idle launches, and what `variant` is slower by; None if that is dear."""
+    they cost idle launches and programs, and what `variant` is slower by; None if that is dear."""
     T = problem.T
     most = sms // (problem.HV * variant.v_splits)
     if problem.seq_lens is not None or most < 2:

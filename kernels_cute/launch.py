@@ -125,5 +125,6 @@ def recurrence(args: Args, plan: Plan, ws: Workspace) -> None:
 
 def launch(args: Args, plan: Plan, ws: Workspace) -> None:
     """The whole call."""
+    # `plan.stages` in bits: a sum over the names would cost each call 1.5 us
     between = SCAN * (plan.scans > 0) + MERGE * (plan.merges > 0)
     run(PREPARE + between + last_stage(plan), args, plan, ws)

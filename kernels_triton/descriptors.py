@@ -24,8 +24,8 @@ class Descriptors:
     """Makes one language's descriptors. Their constructor would check on each call, in 14 us, what
     `kda.check` and the region table have settled: alignment, strides, sizes. They are filled
     without it. A descriptor is a function of integers, an address among them, and so is what the
-    driver encodes it to: equal ones
-    of tensors are made once here, those of a workspace by the launchers."""
+    driver encodes it to: equal ones of tensors are made once here, those of a workspace by the
+    launchers."""
 
     def __init__(self, cls: type, layout: Layout | None):
         defaults = {f.name: f.default for f in fields(cls) if f.default is not MISSING}

@@ -301,6 +301,7 @@ LARGE = (
     Case("split_unaligned", (4097,), "none", packed=False),
     Case("split_two_rows", (1500, 1500), "weak", packed=False),
     Case("split_long_ragged", (32768, 1023, 1025), "mixed", H=1, HV=1),
+    Case("split_longer_ragged", (65537, 1023, 1025), "weak", H=1, HV=1),
     Case("split_cosine", (4096,), "weak", cosine=0.99),
     Case("split_neg", (2000, 48), "weak", H=1, HV=1, flags=(("allow_neg_eigval", True),)),
     Case("split_given", (2000, 48), "soft", H=1, HV=1, computed=True, g_dtype=torch.float32),
