@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import kda
@@ -35,15 +37,12 @@ def rows(jobs: Iterable[Job], context: Context) -> Iterator[Row]:
     """One row for each case and provider: measured, red, or skipped with the reason."""
     for topic, case, providers in jobs:
         trial = Trial(case, context.device)
-        for provider in providers:
-            row = identity(topic, case, provider)
-            reason = provider.available(context.device)
-            if reason is None:
-                try:
-                    row |= measured(topic, trial, provider, context)
-                except (kda.BackendError, kda.NotSplittableError) as e:
-                    reason = str(e)
-            yield row if reason is None else row | {"skipped": reason}
+        for _, modes in groupby(providers, attrgetter("name")):
+            found = [(p, judged(topic, trial, p, context)) for p in modes]
+            sound = [x for x in found if x[1]["skipped"] is None and x[1]["red"] is None]
+            if sound and topic in ("prefill", "cp"):
+                speed(trial, sound, context)
+            yield from (row for _, row in found)
 
 
 def identity(topic: str, case: Case, provider: Provider) -> Row:
@@ -63,28 +62,42 @@ def identity(topic: str, case: Case, provider: Provider) -> Row:
     )
 
 
-def measured(topic: str, trial: Trial, provider: Provider, context: Context) -> Row:
-    """What a row adds to its identity. A red one has no times."""
-    call = provider.arguments(trial.call)
-    o, state, facts = provider.checked_run(call)
-    row = {
+def judged(topic: str, trial: Trial, provider: Provider, context: Context) -> Row:
+    """A row without its device times. A red one has no times."""
+    row = identity(topic, trial.case, provider)
+    reason = provider.available(context.device)
+    if reason is not None:
+        return row | {"skipped": reason}
+    try:
+        call = provider.arguments(trial.call)
+        o, state, facts = provider.checked_run(call)
+    except (kda.BackendError, kda.NotSplittableError) as e:
+        return row | {"skipped": str(e)}
+    row |= {
         **facts,
         "bytes": roofline.moved_bytes(call, state),
         "floor_ms": roofline.floor_ms(call, context.copy_bandwidth),
         **trial.judge(o, state),
     }
     del o, state
-    if row["red"] is None and topic in ("prefill", "cp"):
-        row |= speed(call, provider, context)
-    elif row["red"] is None and topic == "host":
+    if topic == "host" and row["red"] is None:
         row |= host.times(trial.case, call, provider, context.device)
     return row
 
 
-def speed(call: Row, provider: Provider, context: Context) -> Row:
-    calls = timing.rotated(call, context.device) if context.rotate else [call]
-    runs = [partial(provider.run, c) for c in calls]
-    times = timing.measure(runs, context.device, graph=provider.capturable)._asdict()
-    if isinstance(provider, Kda) and provider.cp == "auto":
-        times |= stages.times(call, context.device)
-    return times
+def speed(trial: Trial, found: list[tuple[Provider, Row]], context: Context) -> None:
+    """Adds the times of one provider's modes, which take turns."""
+    calls = [provider.arguments(trial.call) for provider, _ in found]
+    runs = [
+        [
+            partial(provider.run, x)
+            for x in (timing.rotated(call, context.device) if context.rotate else [call])
+        ]
+        for (provider, _), call in zip(found, calls, strict=True)
+    ]
+    capturable = all(provider.capturable for provider, _ in found)
+    times = timing.measure(runs, context.device, graph=capturable)
+    for (provider, row), call, of_one in zip(found, calls, times, strict=True):
+        row |= of_one._asdict()  # noqa: PLW2901
+        if isinstance(provider, Kda) and provider.cp == "auto":
+            row |= stages.times(call, context.device)  # noqa: PLW2901

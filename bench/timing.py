@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     Run = Callable[[], object]
 
@@ -35,7 +35,8 @@ def protocol(rotate: bool) -> str:
         f"{WARMUP} calls to warm up, then {REPEATS} ({FEWEST} if slow) calls, each between two "
         "CUDA events without a sync between calls (CPU: perf_counter): median, 20th and 80th "
         f"percentile; ms_graph and stages: {GRAPH_CALLS} calls in one CUDA graph, per call, of as "
-        f"many replays; host times: perf_counter over {HOST_CALLS} calls without a sync, per call, "
+        "many replays; what is compared (in the topic cp, modes of a backend) takes turns, there "
+        f"and back; host times: perf_counter over {HOST_CALLS} calls without a sync, per call, "
         f"median of {HOST_ROUNDS} rounds (in the topic host, host_us of {HOST_ROUNDS_ALONE}, and "
         "host_us_best the fastest), garbage collector on and (host_us_frozen) gc.freeze() "
         f"before; {l2}; outputs allocated in the call"
@@ -54,16 +55,22 @@ class Timing(NamedTuple):
     host_us: float | None = None
 
 
-def measure(runs: Sequence[Run], device: torch.device, *, graph: bool = True) -> Timing:
-    """Times calls that take turns among `runs`, one each where the inputs do not rotate. They have
-    run before: compilation and autotuning are not for the clock."""
-    repeats = _repeats(runs[0], device)
+def measure(
+    runs: Sequence[Sequence[Run]], device: torch.device, *, graph: bool = True
+) -> list[Timing]:
+    """Times what is compared, in turns; each of `runs` itself takes turns among its calls, one
+    where inputs do not rotate. They have run before: compilation and autotuning are not for the
+    clock."""
+    repeats = min(_repeats(calls[0], device) for calls in runs)
     warmup = min(WARMUP, repeats)
     if device.type != "cuda":
-        return Timing(*_spread(_wall(runs, warmup, repeats)))
-    ms = _spread(_events(runs, warmup, repeats))
-    replayed = _graph(runs, repeats) if graph else None
-    return Timing(*ms, *(replayed or (None,) * 3), host_us(runs[0], device))
+        return [Timing(*_spread(ms)) for ms in _wall(runs, warmup, repeats)]
+    events = _events(runs, warmup, repeats)
+    graphs = _graphs(runs, repeats) if graph else [None] * len(runs)
+    return [
+        Timing(*_spread(ms), *(replayed or (None,) * 3), host_us(calls[0], device))
+        for calls, ms, replayed in zip(runs, events, graphs, strict=True)
+    ]
 
 
 def stage_ms(run: Run, device: torch.device) -> float | None:
@@ -71,8 +78,8 @@ def stage_ms(run: Run, device: torch.device) -> float | None:
     run()
     repeats = _repeats(run, device)
     if device.type == "cuda":
-        return (_graph([run], repeats) or (None,))[0]
-    return statistics.median(_wall([run], 1, repeats))
+        return (_graphs([[run]], repeats)[0] or (None,))[0]
+    return statistics.median(_wall([[run]], 1, repeats)[0])
 
 
 def host_us(run: Run, device: torch.device) -> float:
@@ -133,32 +140,58 @@ def _repeats(run: Run, device: torch.device) -> int:
     return max(FEWEST, min(REPEATS, int(BUDGET_MS[device.type] / ms)))
 
 
-def _wall(runs: Sequence[Run], warmup: int, repeats: int) -> list[float]:
-    ms = []
-    for run in islice(cycle(runs), warmup + repeats):
+def _turns(runs: Sequence[Sequence[Run]], rounds: int) -> Iterator[tuple[int, Run]]:
+    """Who is next, and its call: there and back, so that nobody always follows the same one."""
+    calls = [cycle(of_one) for of_one in runs]
+    there = range(len(runs))
+    for i in range(rounds):
+        for n in reversed(there) if i % 2 else there:
+            yield n, next(calls[n])
+
+
+def _wall(runs: Sequence[Sequence[Run]], warmup: int, repeats: int) -> list[list[float]]:
+    ms: list[list[float]] = [[] for _ in runs]
+    for n, run in _turns(runs, warmup + repeats):
         start = time.perf_counter()
         run()
-        ms.append((time.perf_counter() - start) * 1e3)
-    return ms[warmup:]
+        ms[n].append((time.perf_counter() - start) * 1e3)
+    return [of_one[warmup:] for of_one in ms]
 
 
-def _events(runs: Sequence[Run], warmup: int, repeats: int) -> list[float]:
-    turns = cycle(runs)
-    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    for _ in range(warmup):
-        next(turns)()
+def _events(runs: Sequence[Sequence[Run]], warmup: int, repeats: int) -> list[list[float]]:
+    rounds = warmup + repeats
+    marks = [
+        (n, run, [torch.cuda.Event(enable_timing=True) for _ in range(2)])
+        for n, run in _turns(runs, rounds)
+    ]
     torch.cuda.synchronize()
-    for start, end in marks:
+    for i, (_, run, (start, end)) in enumerate(marks):
+        if i == warmup * len(runs):
+            torch.cuda.synchronize()
         start.record()
-        next(turns)()
+        run()
         end.record()
     torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in marks]
+    ms: list[list[float]] = [[] for _ in runs]
+    for n, _, (start, end) in marks[warmup * len(runs) :]:
+        ms[n].append(start.elapsed_time(end))
+    return ms
 
 
-def _graph(runs: Sequence[Run], repeats: int) -> tuple[float, float, float] | None:
-    """Per call; None where it cannot be captured, because it syncs."""
-    calls = max(GRAPH_CALLS, len(runs))
+def _graphs(runs: Sequence[Sequence[Run]], repeats: int) -> list[tuple[float, float, float] | None]:
+    """Per call; None for what cannot be captured, because it syncs."""
+    calls = [max(GRAPH_CALLS, len(of_one)) for of_one in runs]
+    graphs = [_captured(*x) for x in zip(runs, calls, strict=True)]
+    ran = [i for i, graph in enumerate(graphs) if graph is not None]
+    ms = _events([[graph.replay] for graph in graphs if graph is not None], 3, repeats)
+    found: list[tuple[float, float, float] | None] = [None] * len(runs)
+    for i, of_one in zip(ran, ms, strict=True):
+        median, p20, p80 = _spread(of_one)
+        found[i] = median / calls[i], p20 / calls[i], p80 / calls[i]
+    return found
+
+
+def _captured(runs: Sequence[Run], calls: int) -> torch.cuda.CUDAGraph | None:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     try:
@@ -168,8 +201,7 @@ def _graph(runs: Sequence[Run], repeats: int) -> tuple[float, float, float] | No
     except RuntimeError:
         torch.cuda.synchronize()
         return None
-    median, p20, p80 = _spread(_events([graph.replay], 3, repeats))
-    return median / calls, p20 / calls, p80 / calls
+    return graph
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -177,6 +209,6 @@ def copy_bandwidth(device: torch.device) -> float:
     size = 2**30 if device.type == "cuda" else 2**25
     source = torch.empty(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copy = [lambda: target.copy_(source)]
-    ms = (_events if device.type == "cuda" else _wall)(copy, 3, 10)
+    copy = [[lambda: target.copy_(source)]]
+    (ms,) = (_events if device.type == "cuda" else _wall)(copy, 3, 10)
     return 2 * size / (statistics.median(ms) / 1e3)

@@ -4,7 +4,9 @@ import contextlib
 import importlib
 import json
 import sys
+import time
 import types
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -272,9 +274,25 @@ def test_calls_rotate_among_the_input_sets():
     def run(i):
         counts[i] += 1
 
-    timing.measure([lambda i=i: run(i) for i in range(3)], CPU)
+    timing.measure([[lambda i=i: run(i) for i in range(3)]], CPU)
     assert max(counts[1:]) - min(counts[1:]) <= 1
     assert min(counts) > 0
+
+
+def test_what_is_compared_takes_turns_there_and_back_and_keeps_its_own_times():
+    ran = []
+
+    def run(name, seconds):
+        ran.append(name)
+        time.sleep(seconds)
+
+    runs = [[partial(run, "a", 0)], [partial(run, "b1", 2e-3), partial(run, "b2", 2e-3)]]
+    a, b = timing.measure(runs, CPU)
+    assert ran[:2] == ["a", "b1"], "each once, to see how long it takes"
+    turns = ran[2:]
+    assert turns[:8] == ["a", "b1", "b2", "a", "a", "b1", "b2", "a"]
+    assert turns.count("a") == len(turns) / 2
+    assert b.ms_median > 2 > a.ms_median
 
 
 class Clock:
@@ -309,12 +327,12 @@ def test_a_gpus_times_come_from_events_and_from_graphs_that_can_be_captured(monk
     ):
         monkeypatch.setattr(torch.cuda, name, fake)
     gpu = torch.device("cuda", 0)
-    times = timing.measure([lambda: None], gpu)
+    (times,) = timing.measure([[lambda: None]], gpu)
     assert times[:3] == (1, 1, 1)
     assert times[3:6] == ((None,) * 3 if syncs else (0.25,) * 3)
     assert times.host_us > 0
     assert timing.stage_ms(lambda: None, gpu) == (None if syncs else 0.25)
-    assert timing.measure([lambda: None], gpu, graph=False).ms_graph is None
+    assert timing.measure([[lambda: None]], gpu, graph=False)[0].ms_graph is None
 
 
 def test_measuring_imports_no_matplotlib():
