@@ -41,7 +41,8 @@ def parts(call: dict[str, Any]) -> Parts:
         )
 
     def allocate() -> Any:
-        return workspace.allocate_outputs(args), workspace.carve(plan_once, args.q.device)
+        ready = workspace.allocate_outputs(args, plan_once)
+        return ready, workspace.carve(plan_once, args.q.device)
 
     plan_once = plan()
     ready, ws = allocate()

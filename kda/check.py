@@ -6,6 +6,7 @@ a GPU is read; offsets are read where they lie on the CPU.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import pairwise
 from operator import sub
 from typing import Literal
@@ -22,6 +23,12 @@ CPU = torch.device("cpu")
 INPUTS = (
     *("q", "k", "v", "g", "beta", "A_log", "dt_bias"),
     *("cu_seqlens", "cu_seqlens_cpu", "initial_state"),
+)
+
+
+FLAGS = (
+    *("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel"),
+    *("allow_neg_eigval", "output_final_state", "state_v_first"),
 )
 
 
@@ -49,14 +56,11 @@ def to_problem(
     use_intracard_cp: bool | Literal["auto"],
 ) -> tuple[Args, Problem]:
     """The arguments of `kda.prefill`, in its order, as validated tensors and as integers."""
-    rules.booleans(
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        output_final_state=output_final_state,
-        state_v_first=state_v_first,
-    )
+    flags = (
+        use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+        output_final_state, state_v_first,
+    )  # fmt: skip
+    rules.booleans(FLAGS, flags)
     rules.auto_or_boolean("use_intracard_cp", use_intracard_cp)
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ValueError("allow_neg_eigval=True needs use_beta_sigmoid_in_kernel=True, got False")
@@ -72,8 +76,9 @@ def to_problem(
     if out is not None:
         _, at = rules.tensor("out", out, BF16, device, v.shape, "[B, T, HV, 128] as v")
         rules.aligned("out", out, at)
-    inputs = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, cu_seqlens_cpu, initial_state)
-    writes_apart(inputs, final_state, out)
+    if out is not None or final_state is not None:
+        inputs = (q, k, v, g, beta, A_log, dt_bias, cu_seqlens, cu_seqlens_cpu, initial_state)
+        writes_apart(inputs, final_state, out)
 
     if not state_v_first:
         initial_state = None if initial_state is None else initial_state.mT
@@ -121,7 +126,7 @@ def tokens(
     B, T, H, _ = shape
     _, k_at = rules.tensor("k", k, BF16, device, shape, "[B, T, H, 128] as q")
     shape, v_at = rules.tensor("v", v, BF16, device)
-    if len(shape) != 4 or shape[:2] != (B, T) or shape[3] != HEAD_DIM:
+    if len(shape) != 4 or shape[0] != B or shape[1] != T or shape[3] != HEAD_DIM:
         rules.wrong_shape("v", shape, f"[B, T, HV, 128] (q has B = {B}, T = {T})")
     HV = shape[2]
     if not HV or HV % H:
@@ -167,18 +172,19 @@ def sequences(
     if cu_seqlens_cpu is None:
         if device != CPU:
             return N, None
-        return N, lengths("cu_seqlens", cu_seqlens.tolist(), T, strict=False)
+        return N, lengths("cu_seqlens", tuple(cu_seqlens.tolist()), T, strict=False)
     if (got := rules.offsets("cu_seqlens_cpu", cu_seqlens_cpu, CPU)) != N:
         raise ValueError(f"cu_seqlens_cpu must have {N + 1} entries as cu_seqlens, got {got + 1}")
-    offsets = cu_seqlens_cpu.tolist()
-    if device == CPU and cu_seqlens is not cu_seqlens_cpu and cu_seqlens.tolist() != offsets:
-        raise ValueError(f"cu_seqlens_cpu must equal cu_seqlens {cu_seqlens}, got {offsets}")
+    offsets = tuple(cu_seqlens_cpu.tolist())
+    if device == CPU and cu_seqlens is not cu_seqlens_cpu and tuple(cu_seqlens.tolist()) != offsets:
+        raise ValueError(f"cu_seqlens_cpu must equal cu_seqlens {cu_seqlens}, got {[*offsets]}")
     return N, lengths("cu_seqlens_cpu", offsets, T, strict=True)
 
 
-def lengths(name: str, offsets: list[int], T: int, *, strict: bool) -> tuple[int, ...]:
+@lru_cache(maxsize=256)
+def lengths(name: str, offsets: tuple[int, ...], T: int, *, strict: bool) -> tuple[int, ...]:
     """Unless `strict`, as a device reads them (`varlen.sequence_bounds`): clamped to [0, T], empty
-    where they go back."""
+    where they go back. Cached: the layers of a model ask for the same ones."""
     if offsets[0] != 0:
         raise ValueError(f"{name}[0] must be 0, got {offsets[0]}")
     result = tuple(map(sub, offsets[1:], offsets))
@@ -198,6 +204,8 @@ def states(
     initial: Tensor | None, final: Tensor | None, wanted: bool, N: int, HV: int, device: rules.Where
 ) -> torch.dtype | None:
     """The final state's dtype; None if there is none."""
+    if initial is None and final is None:
+        return torch.float32 if wanted else None
     shape = (N, HV, HEAD_DIM, HEAD_DIM)
     for name, x in (("initial_state", initial), ("final_state", final)):
         if x is not None:

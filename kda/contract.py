@@ -5,7 +5,7 @@ without a GPU. `Args` holds the tensors, validated and in one orientation. All a
 building one costs half a microsecond, a frozen dataclass several.
 """
 
-from enum import Enum
+from enum import Enum, StrEnum
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -22,7 +22,7 @@ MIN_LOWER_BOUND = -5.0
 """The strongest promised gate bound: CHUNK * 5 = 80 nats, and exp(88.7) is the end of fp32."""
 
 
-class Gate(Enum):
+class Gate(StrEnum):  # one of an Enum is hashed in Python, on every call
     """Which log decay a [nats a token] the call asks for (README, E2)."""
 
     BOUNDED = "bounded"  # lower_bound * sigmoid(exp(A_log) * (g + dt_bias)), in the kernel
@@ -134,19 +134,21 @@ class Plan(NamedTuple):
     reason: str
     rejected: tuple[tuple[str, str], ...]  # (backend, why not), in the order of preference
     variant: Variant
+    B: int
+    T: int
     H: int
     HV: int
     N: int
-    sms: int  # streaming multiprocessors, for kernels whose programs take several tiles
     tiles: int  # steps of workspace per value head; an upper bound when packed
-    max_steps: int  # steps of the longest sequence; an upper bound without host-known lengths
+    sms: int  # streaming multiprocessors, for kernels whose programs take several tiles
     segment: int  # most tokens of a segment, whole steps; 0: every sequence runs serially
-    segments: int  # of the longest sequence, 1 = serial; an upper bound without host-known lengths
     places: int  # for the states of segments, per value head; 0 = serial
     scans: int  # segments looked at by the pre-scan, per value head; 0 = serial
     merges: int  # sequences looked at by the merge, per value head; 0: none can have three segments
     recurrences: int  # per value head: N; with segments places + N, or places if dense
     ahead: int  # of these, before those of whole sequences
+    max_steps: int  # steps of the longest sequence; an upper bound without host-known lengths
+    segments: int  # of the longest sequence, 1 = serial; an upper bound without host-known lengths
     critical_steps: int  # one after the other: max_steps, or pre-scan, merge and a recurrence
     serial_us: float  # predicted after prepare, of whole sequences; 0: not predicted
     split_us: float  # of the best split, or of what runs where the lengths are not known

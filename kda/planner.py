@@ -114,6 +114,8 @@ def plan(problem: Problem, offers: tuple[Offer, ...]) -> Plan:
         reason=reason,
         rejected=rejected,
         variant=rule.variant,
+        B=B,
+        T=T,
         H=problem.H,
         HV=HV,
         N=N,

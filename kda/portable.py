@@ -38,7 +38,7 @@ class Spans(NamedTuple):
 
 
 def spans(args: Args, plan: Plan) -> Spans:
-    B, T = args.q.shape[:2]
+    B, T = plan.B, plan.T
     if args.cu_seqlens is not None:
         start, length = varlen.sequence_bounds(args.cu_seqlens, T)
         return Spans(start, length, varlen.first_tiles(start, plan.step))

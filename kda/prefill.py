@@ -105,7 +105,7 @@ def prefill(
         raise
     registry.report((*plan.rejected, (plan.backend, "chosen")))
     with device.guard(q.device):
-        args = workspace.allocate_outputs(args)
+        args = workspace.allocate_outputs(args, plan)
         if plan.tiles:
             registry.load(plan.backend).launch(args, plan, workspace.carve(plan, q.device))
         else:

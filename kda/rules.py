@@ -53,9 +53,11 @@ def hint(rule: str, name: str) -> str:
     return f"; {known}" if known else ""
 
 
-def booleans(**flags: Any) -> None:
-    for name, x in flags.items():
-        if x is not True and x is not False:
+def booleans(names: tuple[str, ...], flags: tuple[Any, ...]) -> None:
+    if {*map(type, flags)} == {bool}:
+        return
+    for name, x in zip(names, flags, strict=True):
+        if type(x) is not bool:
             raise TypeError(f"{name} must be True or False, got {x!r} ({type(x).__name__})")
 
 

@@ -132,22 +132,21 @@ def carve(plan: Plan, device: torch.device) -> Workspace:
     return Workspace(buffer, sizes, addresses(buffer.data_ptr(), *sizes))
 
 
-def allocate_outputs(args: Args) -> Args:
+def allocate_outputs(args: Args, plan: Plan) -> Args:
     """`args` with the output tensors that the caller did not bring."""
     v, out, state = args.v, args.out, args.final_state
-    B, T, HV, D = v.shape
-    # with strides the state costs less than from a shape alone, and out no more
+    HV, D = plan.HV, HEAD_DIM
     if out is None:
-        out = torch.empty_strided(
-            (B, T, HV, D), (T * HV * D, HV * D, D, 1), dtype=v.dtype, device=v.device
-        )
+        out = torch.empty_like(v, memory_format=torch.contiguous_format)
     if state is None and args.final_state_dtype is not None:
-        N = B if args.cu_seqlens is None else args.cu_seqlens.numel() - 1
         rows = (D, 1) if args.state_v_first else (1, D)
-        state = torch.empty_strided(
-            (N, HV, D, D), (HV * D * D, D * D, *rows), dtype=args.final_state_dtype, device=v.device
+        state = torch.empty_strided(  # costs less than from a shape alone
+            (plan.N, HV, D, D),
+            (HV * D * D, D * D, *rows),
+            dtype=args.final_state_dtype,
+            device=v.device,
         )
-    return Args(*args[:-2], state, out)  # half of what _replace costs
+    return Args._make((*args[:-2], state, out))  # a third of what _replace costs
 
 
 def carry_state(args: Args) -> None:

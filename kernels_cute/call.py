@@ -52,7 +52,7 @@ class Call:
         segment: I32,  # most tokens of one, or 0
         # per value head: states of segments; programs of the scan, the merge and the recurrence;
         # of the last, those before whole sequences
-        places: I32, scans: I32, merges: I32, runs: I32, ahead: I32,
+        places: I32, scans: I32, merges: I32, recurrences: I32, ahead: I32,
         flags: I32,
         lower_bound: F32, scale: F32,
         stream,
@@ -76,5 +76,6 @@ class Call:
                 recurrence(
                     operands, m, gamma, v, out, initial_state, final_state, states, cu_seqlens,
                     v_b, v_t, v_h, out_b, out_t, out_h, s0_n, s0_h, s0_v, s0_k, s1_n, s1_h, s1_v,
-                    s1_k, tiles, B, T, N, HV, flags, segment, runs, ahead, stream,
+                    s1_k, tiles, B, T, N, HV, flags, segment, recurrences, ahead,
+                    stream,
                 )  # fmt: skip

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kda.contract import Plan
 from kernels_cute import compile_cache
 from kernels_cute.interface import (
     BETA_FP32,
@@ -31,10 +32,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kda.contract import Args, Plan
+    from kda.contract import Args
     from kda.workspace import Workspace
 
 OPTIONS = f"--enable-tvm-ffi --gpu-arch {compile_cache.ARCH}"
+SIZES = slice(Plan._fields.index("B"), Plan._fields.index("ahead") + 1)  # as `Call` takes them
 RECURRENCES = {variant: RECURRENCE << i for i, variant in enumerate(VARIANTS)}
 NO_STRIDES = (0, 0, 0, 0)
 
@@ -77,7 +79,6 @@ def run(stages: int, args: Args, plan: Plan, ws: Workspace) -> None:
     ) = args  # fmt: skip
     assert out is not None
     at = ws.at
-    B, T, H, _ = q.shape
     flags = (
         stages
         + OFFSETS_64 * (cu_seqlens is not None and cu_seqlens.dtype is torch.int64)
@@ -93,8 +94,7 @@ def run(stages: int, args: Args, plan: Plan, ws: Workspace) -> None:
         address(s0), address(s1), out.data_ptr(),
         at.nkd.address, at.m.address, at.gamma.address, at.states.address, *beta.stride(),
         *(NO_STRIDES if s0 is None else s0.stride()), *(NO_STRIDES if s1 is None else s1.stride()),
-        *out.stride(), B, T, H, plan.HV, plan.N, plan.tiles, plan.sms, plan.segment, plan.places,
-        plan.scans, plan.merges, plan.recurrences, plan.ahead, flags, lower_bound, scale, stream,
+        *out.stride(), *plan[SIZES], flags, lower_bound, scale, stream,
     )  # fmt: skip
 
 

@@ -36,7 +36,6 @@ def of_tiles(at: Addresses, count: int, step: int) -> tuple[TensorDescriptor, ..
 
 def prepare(args: Args, plan: Plan, ws: Workspace) -> Again | None:
     """Stage 1: fills the workspace, and zeros the rows of `out` past the last offset."""
-    B, T, H, D = args.q.shape
     step = plan.step
     assert step == C.value
     count, at = plan.tiles * plan.HV * step, ws.at
@@ -44,11 +43,11 @@ def prepare(args: Args, plan: Plan, ws: Workspace) -> Again | None:
     return launch_prepare(
         (plan.tiles * plan.HV, 1, 1),
         (
-            heads_first(args.q, step, D), heads_first(args.k, step, D),
-            heads_first(args.g, step, D), args.beta, args.A_log, args.dt_bias, args.cu_seqlens,
-            args.out, at.nkd, at.qd, operands, m, at.gamma, *args.beta.stride(),
-            *args.out.stride()[1:3], count, T, plan.N, plan.tiles // B, plan.HV, plan.HV // H,
-            args.lower_bound, args.scale,
+            heads_first(args.q, step, HEAD_DIM), heads_first(args.k, step, HEAD_DIM),
+            heads_first(args.g, step, HEAD_DIM), args.beta, args.A_log, args.dt_bias,
+            args.cu_seqlens, args.out, at.nkd, at.qd, operands, m, at.gamma, *args.beta.stride(),
+            *args.out.stride()[1:3], count, plan.T, plan.N, plan.tiles // plan.B, plan.HV,
+            plan.HV // plan.H, args.lower_bound, args.scale,
         ),
         {
             "PACKED": args.cu_seqlens is not None,
@@ -78,7 +77,6 @@ def recurrence(args: Args, plan: Plan, ws: Workspace) -> Again | None:
 def launch_steps(
     args: Args, plan: Plan, ws: Workspace, runs: int, *, scan: bool, stages: int, **options: int
 ) -> Again | None:
-    B, T, _, _ = args.q.shape
     step, v_block = plan.step, plan.variant.v_block
     count, at = plan.tiles * plan.HV * step, ws.at
     s0, s1 = args.initial_state, args.final_state
@@ -87,8 +85,8 @@ def launch_steps(
         (
             *of_tiles(at, count, step), heads_first(args.v, step, v_block),
             heads_first(args.out, step, v_block), args.out, s0, s1, at.states, args.cu_seqlens,
-            *strides(s0), *strides(s1), *args.out.stride()[:3], count, T, plan.N,
-            plan.tiles // B, plan.HV, plan.segment, plan.places, plan.ahead,
+            *strides(s0), *strides(s1), *args.out.stride()[:3], count, plan.T, plan.N,
+            plan.tiles // plan.B, plan.HV, plan.segment, plan.places, plan.ahead,
         ),
         {
             "C": step,

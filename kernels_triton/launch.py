@@ -98,8 +98,8 @@ def integers(args: Args, plan: Plan, ws: Workspace) -> tuple[Hashable, ...]:
     q, _, _, g, beta, A_log, dt_bias, *flags, addressed = args[:14]
     cu_seqlens, s0, s1, out = args.cu_seqlens, args.initial_state, args.final_state, args.out
     return (
-        plan, q.get_device(), ws.at.nkd.address, *flags, addressed, q.shape,
-        g.dtype, beta.data_ptr(), beta.stride(), beta.dtype, out.data_ptr(), out.stride(),
+        plan, q.get_device(), ws.at.nkd.address, *flags, addressed, g.dtype,
+        beta.data_ptr(), beta.stride(), beta.dtype, out.data_ptr(), out.stride(),
         A_log is None or A_log.data_ptr(), dt_bias is None or dt_bias.data_ptr(),
         cu_seqlens is None or (cu_seqlens.data_ptr(), cu_seqlens.dtype),
         s0 is None or (s0.data_ptr(), s0.stride(), s0.dtype),

@@ -43,15 +43,14 @@ if not NEEDS_TENSORS:  # views would keep their workspace
 
 def prepare(args: Args, plan: Plan, ws: Workspace) -> Again | None:
     """Stage 1: fills the workspace, and zeros the rows of `out` past the last offset."""
-    B, T, H, _ = args.q.shape
     assert plan.step == C.value
     return launch_prepare(
         (plan.tiles * plan.HV, 1, 1),
         (
             args.q, args.k, args.g, args.beta, args.A_log, args.dt_bias, args.cu_seqlens, args.out,
             *regions(ws)[:5], *args.q.stride()[:3], *args.k.stride()[:3], *args.g.stride()[:3],
-            *args.beta.stride(), *args.out.stride()[1:3], T, plan.N, plan.tiles // B, plan.HV,
-            plan.HV // H, args.lower_bound, args.scale,
+            *args.beta.stride(), *args.out.stride()[1:3], plan.T, plan.N, plan.tiles // plan.B,
+            plan.HV, plan.HV // plan.H, args.lower_bound, args.scale,
         ),
         {
             "PACKED": args.cu_seqlens is not None,
@@ -78,8 +77,7 @@ def merge(args: Args, plan: Plan, ws: Workspace) -> Again | None:
     return launch_merge(
         (plan.merges * plan.HV * HEAD_DIM // MERGE_ROWS, 1, 1),
         (
-            regions(ws).states, args.cu_seqlens, args.q.shape[1], plan.N, plan.HV, plan.segment,
-            plan.places,
+            regions(ws).states, args.cu_seqlens, plan.T, plan.N, plan.HV, plan.segment, plan.places,
         ),
         {
             "BV": MERGE_ROWS,
@@ -100,7 +98,6 @@ def recurrence(args: Args, plan: Plan, ws: Workspace) -> Again | None:
 
 
 def launch_steps(args: Args, plan: Plan, ws: Workspace, runs: int, *, scan: bool) -> Again | None:
-    B, T, _, _ = args.q.shape
     step, v_block = plan.step, plan.variant.v_block
     count, at = plan.tiles * plan.HV * step, regions(ws)
     s0, s1 = args.initial_state, args.final_state
@@ -109,8 +106,8 @@ def launch_steps(args: Args, plan: Plan, ws: Workspace, runs: int, *, scan: bool
         (
             *of_tiles(at, count, step), at.gamma, heads_first(args.v, step, v_block),
             heads_first(args.out, step, v_block), args.out, s0, s1, at.states, args.cu_seqlens,
-            *strides(s0), *strides(s1), *args.out.stride()[:3], T, plan.N, plan.tiles // B,
-            plan.HV, plan.segment, plan.places, plan.ahead,
+            *strides(s0), *strides(s1), *args.out.stride()[:3], plan.T, plan.N,
+            plan.tiles // plan.B, plan.HV, plan.segment, plan.places, plan.ahead,
         ),
         {
             "C": step,

@@ -44,7 +44,7 @@ class Target(NamedTuple):
         args, problem = check.to_problem(**keywords)
         offers = registry.offers(self.backend, device.facts(args.q.device))
         plan = planner.plan(problem, offers)
-        args, ws = workspace.allocate_outputs(args), workspace.carve(plan, args.q.device)
+        args, ws = workspace.allocate_outputs(args, plan), workspace.carve(plan, args.q.device)
         for x in (args.out, args.final_state, *ws.views()):
             x.fill_(torch.nan)
         return registry.load(self.backend), args, plan, ws

@@ -58,7 +58,8 @@ def compile_call(shipped, call, final_state, force):
     plan = planner.plan(problem, OFFERS)
     assert plan.variant == shipped.variant
     with compiling() as kernels:
-        launch.launch(workspace.allocate_outputs(args), plan, workspace.carve(plan, args.q.device))
+        ws = workspace.carve(plan, args.q.device)
+        launch.launch(workspace.allocate_outputs(args, plan), plan, ws)
     return kernels
 
 

@@ -147,7 +147,7 @@ def test_warmup_asks_for_what_a_call_launches(monkeypatch):
     args, problem = check.to_problem(**bind(**call, output_final_state=True)[1])
     plan = planner.plan(problem, (offer,))
     ws = workspace.carve(plan, args.q.device)
-    launch.launch(workspace.allocate_outputs(args), plan, ws)
+    launch.launch(workspace.allocate_outputs(args, plan), plan, ws)
     assert len(launched) == 1
     assert len(asked) == 2
     assert asked[0] == asked[1]

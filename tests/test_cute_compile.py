@@ -1,6 +1,7 @@
 """Every CuTeDSL kernel that a plan can launch compiles for sm_90a without a GPU, into machine code
 that keeps what the source intends."""
 
+import inspect
 import re
 
 import pytest
@@ -9,6 +10,7 @@ from sm90 import ptxas_notes, sass_of_each
 
 import kernels_cute
 from kda import tuning
+from kda.contract import Plan
 from kernels_cute import compile_cache, interface, launch
 
 pytestmark = [
@@ -44,6 +46,14 @@ def machine_code(compiled, tmp_path_factory):
 def test_a_handful_of_kernels_serves_every_call(machine_code):
     stages = ["merge", "prepare", *["recurrence"] * len(interface.VARIANTS), "scan"]
     assert sorted(stage for stage, _ in machine_code) == stages
+
+
+def test_a_call_takes_the_sizes_of_a_plan_in_its_order():
+    from kernels_cute.call import Call
+
+    names = list(inspect.signature(Call.__call__).parameters)
+    at = names.index("B")
+    assert tuple(names[at : names.index("flags")]) == Plan._fields[launch.SIZES]
 
 
 def test_every_planned_variant_is_compiled():

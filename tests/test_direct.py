@@ -52,7 +52,7 @@ def check_every_stage(folder: Path) -> None:
         args, problem = check.to_problem(**keywords)
         with mock.patch.dict(tuning.RULES, triton=(rule,)):
             plan = planner.plan.__wrapped__(problem, OFFERS)
-        args, ws = workspace.allocate_outputs(args), workspace.carve(plan, args.q.device)
+        args, ws = workspace.allocate_outputs(args, plan), workspace.carve(plan, args.q.device)
         stages = launch.language(plan.variant.gluon)
         of = {
             stages.prepare: stages.launch_prepare,
@@ -157,12 +157,12 @@ def test_a_call_is_not_made_again_with_other_integers():
     _, keywords = bind(**make_inputs(CALLS["packed"]), output_final_state=True)
     args, problem = check.to_problem(**keywords)
     plan = planner.plan(problem, OFFERS)
-    args, ws = workspace.allocate_outputs(args), workspace.carve(plan, args.q.device)
+    args, ws = workspace.allocate_outputs(args, plan), workspace.carve(plan, args.q.device)
     key = integers(args, plan, ws)
     assert integers(args, plan, ws) == key
     keys = [key, integers(args, plan, workspace.carve(plan, args.q.device))]
     keys.append(integers(args, plan._replace(places=1), ws))
-    keys.append(integers(args._replace(q=args.q[:, :-1]), plan, ws))
+    keys.append(integers(args, plan._replace(T=plan.T - 1), ws))
     for name, x in args._asdict().items():
         # read for allocation only, or by way of `addressed`
         if name not in ("final_state_dtype", "state_v_first", "q", "k", "v"):

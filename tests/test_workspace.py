@@ -15,10 +15,11 @@ SHAPES = [(1, 1, 16, 0), (3, 2, 16, 3), (5, 3, 32, 0), (2, 12, 64, 1), (7, 1, 64
 
 def plan_of(tiles: int, HV: int, step: int, places: int) -> Plan:
     return Plan(
-        backend="torch", reason="", rejected=(), variant=Variant(step // 16, 128), H=HV, HV=HV, N=1,
-        sms=1, tiles=tiles, max_steps=tiles, segment=step if places else 0, segments=max(places, 1),
-        places=places, scans=places, merges=0, recurrences=1, ahead=0, critical_steps=tiles,
-        serial_us=0.0, split_us=0.0, workspace_bytes=workspace.size(tiles, HV, step, places),
+        backend="torch", reason="", rejected=(), variant=Variant(step // 16, 128), B=1,
+        T=step * tiles, H=HV, HV=HV, N=1, sms=1, tiles=tiles, max_steps=tiles,
+        segment=step if places else 0, segments=max(places, 1), places=places, scans=places,
+        merges=0, recurrences=1, ahead=0, critical_steps=tiles, serial_us=0.0, split_us=0.0,
+        workspace_bytes=workspace.size(tiles, HV, step, places),
     )  # fmt: skip
 
 
@@ -103,26 +104,37 @@ def args_of(**changes) -> Args:
     return empty._replace(**changes)
 
 
+CALL = plan_of(1, 4, 16, 0)._replace(B=2, T=3, N=2)  # of these
+
+
 def test_what_the_caller_brought_is_not_allocated_again():
     out, state = torch.empty(2, 3, 4, 128), torch.empty(2, 4, 128, 128)
-    args = workspace.allocate_outputs(
-        args_of(out=out, final_state=state, final_state_dtype=state.dtype)
-    )
+    given = args_of(out=out, final_state=state, final_state_dtype=state.dtype)
+    args = workspace.allocate_outputs(given, CALL)
     assert args.out is out
     assert args.final_state is state
 
 
 def test_no_final_state_is_allocated_unless_asked_for():
-    args = workspace.allocate_outputs(args_of())
+    args = workspace.allocate_outputs(args_of(), CALL)
     assert args.final_state is None
     assert (args.out.shape, args.out.dtype) == (args.v.shape, torch.bfloat16)
 
 
+def test_out_is_contiguous_whatever_the_strides_of_v():
+    sliced = torch.empty(2, 3, 4, 3 * HEAD_DIM, dtype=torch.bfloat16)[..., HEAD_DIM : 2 * HEAD_DIM]
+    turned = torch.empty(2, 4, 3, HEAD_DIM, dtype=torch.bfloat16).transpose(1, 2)
+    for v in (sliced, turned):
+        out = workspace.allocate_outputs(args_of(v=v), CALL).out
+        assert out.is_contiguous()
+        assert out.shape == v.shape
+
+
 @pytest.mark.parametrize("state_v_first", [True, False])
-@pytest.mark.parametrize(("cu_seqlens", "N"), [(None, 2), (torch.tensor([0, 1, 1, 3]), 3)])
-def test_a_final_state_is_contiguous_in_the_callers_orientation(state_v_first, cu_seqlens, N):
+@pytest.mark.parametrize("N", [2, 3])
+def test_a_final_state_is_contiguous_in_the_callers_orientation(state_v_first, N):
     state = workspace.allocate_outputs(
-        args_of(final_state_dtype=torch.float32, state_v_first=state_v_first, cu_seqlens=cu_seqlens)
+        args_of(final_state_dtype=torch.float32, state_v_first=state_v_first), CALL._replace(N=N)
     ).final_state
     assert state.shape == (N, 4, 128, 128)
     assert (state if state_v_first else state.mT).is_contiguous()
